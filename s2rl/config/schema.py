@@ -48,8 +48,10 @@ class DataSource(Section):
 
     path: str
     """A parquet, JSONL or JSON file, or the name of a data set for `datasets.load_dataset`."""
+    subset: str | None = None
+    """Configuration of a named data set (`main` for `openai/gsm8k`). Not allowed for files."""
     split: str | None = None
-    """Split of a named data set. Not allowed for files."""
+    """Split of a named data set; may be left out when there is only one. Not allowed for files."""
     limit: Positive | None = None
     """Use the first N rows only."""
 
