@@ -58,3 +58,9 @@ class WorkerDied(RunError):
 
 class LearnerDied(RunError):
     """A learner rank's process is gone. The run ends at its last checkpoint."""
+
+
+class Interrupted(S2rlError):
+    """The person at the keyboard stopped the run (SIGINT). It ended cleanly, with a checkpoint."""
+
+    exit_code = 130

@@ -17,6 +17,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 Device = Literal["cpu", "cuda", "npu"]
 Dtype = Literal["float32", "bfloat16"]
@@ -154,7 +155,7 @@ class RolloutConfig(Section):
     kept. Either way no sequence is lost or restarted."""
     enforce_eager: bool = False
     """Switch graph capture and compilation off. Always off on the CPU."""
-    memory_fraction: Fraction = 0.8
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of an accelerator's memory for the engine. Not used on the CPU."""
     kv_cache_gb: PositiveFloat = 1.0
     """Key-value cache on the CPU, in GiB. Not used on accelerators."""
@@ -171,7 +172,7 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """AdamW's moment decay rates."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
