@@ -203,6 +203,9 @@ class RankBatch:
     micro_batches: tuple[MicroBatch, ...]
     num_loss_tokens: int
     """Completion tokens of the whole batch over all ranks: the denominator of the token mean."""
+    num_samples: int
+    """Samples of the whole batch over all ranks, those left out of the computation included: the denominator of the
+    sequence mean."""
     num_padding_tokens: int
     """Padding positions of this rank's micro-batches, for the `batch/padding_fraction` metric."""
 
