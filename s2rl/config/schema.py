@@ -77,6 +77,9 @@ class DataConfig(Section):
     """Files or data sets; their rows are put one after the other and shuffled together."""
     columns: ColumnsConfig = ColumnsConfig()
     """Column names of all files."""
+    plain_prompts: Literal["text", "chat"] = "text"
+    """What a prompt column with plain strings holds: the whole prompt, or (`chat`) one user message that goes through the
+    chat template."""
     max_prompt_tokens: Positive = 1024
     """Budget for the encoded prompt."""
     overlong: Literal["drop", "error"] = "drop"

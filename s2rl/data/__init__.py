@@ -1,0 +1,1 @@
+"""Prompts: files and data sets to rows, rows to an endless resumable stream, prompts to token ids."""
