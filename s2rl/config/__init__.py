@@ -5,9 +5,9 @@ Nothing here imports torch, ray or vllm, and all of it together takes a fraction
 
 from __future__ import annotations
 
-from s2rl.config.checks import check_devices, check_files, check_machine, warnings_of
 from s2rl.config.identity import digest, resume_conflicts
 from s2rl.config.load import config_from_dict, dump_config, load_config
+from s2rl.config.machine import check_devices, check_files, check_machine, warnings_of
 from s2rl.config.schema import RunConfig
 
 __all__ = [

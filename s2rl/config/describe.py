@@ -110,7 +110,7 @@ def _describe(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> st
         return " or ".join(_describe(member, metadata) for member in get_args(annotation))
     if origin is Literal:
         values = [str(v) for v in get_args(annotation)]
-        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+        return f"only {values[0]}" if len(values) == 1 else f"one of {', '.join(values)}"
     if origin is tuple:
         members = get_args(annotation)
         if len(members) == 2 and members[1] is Ellipsis:
@@ -121,10 +121,18 @@ def _describe(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> st
         return f"mapping from text to {_describe(get_args(annotation)[1])}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return f"section with {', '.join(annotation.model_fields)}"
-    return " ".join([_PLAIN[annotation], *_constraints(metadata)])
+    constraints = _constraints(metadata)
+    return (
+        constraints[0]
+        if constraints[:1] and constraints[0].startswith("only")
+        else " ".join([_PLAIN[annotation], *constraints])
+    )
 
 
 def _constraints(metadata: list[Any] | tuple[Any, ...]) -> list[str]:
+    for m in metadata:
+        if getattr(m, "ge", None) is not None and m.ge in [getattr(other, "le", None) for other in metadata]:
+            return [f"only {m.ge}"]
     bounds = [f"{sign} {getattr(m, name)}" for m in metadata for name, sign in _BOUNDS if hasattr(m, name)]
     patterns = [f"that matches {p}" for m in metadata if (p := getattr(m, "pattern", None))]
     return [" and ".join(bounds)] * bool(bounds) + patterns

@@ -103,7 +103,7 @@ def _build(data: Any, overrides: Sequence[str], *, origins: _Origins, base_dir: 
         raise ConfigError(_listed(problems))
     make_absolute(data, base_dir=base_dir or Path.cwd())
     try:
-        # JSON input in strict mode is what YAML means: lists become tuples and text becomes paths, but "2" is no integer.
+        # JSON input in strict mode is what YAML means: lists become tuples, text becomes paths, "2" is no integer.
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise ConfigError(_listed(_problems(error, origins))) from None
@@ -192,7 +192,7 @@ def _problems(error: ValidationError, origins: _Origins) -> list[str]:
             text = f"must be given. {place.description}"
         else:
             text = f"got {got(detail['input'])}, allowed: {place.allowed}"
-            if detail["type"] == "literal_error":
+            if place.allowed.startswith("only"):
                 text += f". {place.description}"
             elif isinstance(detail["input"], int | float) and place.allowed.startswith("text"):
                 text += " (put it in quotes)"

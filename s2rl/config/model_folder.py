@@ -111,7 +111,7 @@ def _read_header(file: Path) -> Mapping[str, Any]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(size, _MAX_HEADER_BYTES):
                 raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
+            header: dict[str, Any] = json.loads(stream.read(length))
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ModelError(f"model.path: {file} is not a safetensors file ({error}). Copy it anew.") from None

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2rl.config.checks import devices_needed, max_outstanding_groups, num_cores
+from s2rl.config.checks import max_outstanding_groups
+from s2rl.config.machine import devices_needed, num_cores
 from s2rl.config.model_folder import ModelFacts
 from s2rl.config.schema import RunConfig
 
@@ -111,14 +112,16 @@ def _facts(config: RunConfig, model: ModelFacts) -> Iterator[tuple[str, str]]:
     depth = config.staleness.depth
     yield (
         "model",
-        f"{model.model_type}, {model.num_parameters / 1e6:,.1f} M parameters, {model.num_bytes / 2**20:,.0f} MiB on disk",
+        f"{model.model_type}, {model.num_parameters / 1e6:,.1f} M parameters, {model.num_bytes / 2**20:,.0f} MiB "
+        f"on disk",
     )
     yield "batch", f"{algorithm.groups_per_step} groups x {algorithm.group_size} completions = {samples} samples"
     yield (
         "run",
         (
             f"{config.steps} batches, {config.steps * algorithm.updates_per_batch} optimizer steps, "
-            f"{config.steps * samples:,} samples, at most {config.steps * samples * config.rollout.sampling.max_new_tokens:,} new tokens"
+            f"{config.steps * samples:,} samples, at most "
+            f"{config.steps * samples * config.rollout.sampling.max_new_tokens:,} new tokens"
         ),
     )
     yield "outstanding groups", f"at most {cap}" + (" (tuned)" if depth == "auto" else f" (depth {depth})")

@@ -78,8 +78,8 @@ class DataConfig(Section):
     columns: ColumnsConfig = ColumnsConfig()
     """Column names of all files."""
     plain_prompts: Literal["text", "chat"] = "text"
-    """What a prompt column with plain strings holds: the whole prompt, or (`chat`) one user message that goes through the
-    chat template."""
+    """What a prompt column with plain strings holds: the whole prompt, or (`chat`) one user message that goes through
+    the chat template."""
     max_prompt_tokens: Positive = 1024
     """Budget for the encoded prompt."""
     overlong: Literal["drop", "error"] = "drop"
@@ -94,7 +94,7 @@ class RewardConfig(Section):
     """One reward function."""
 
     function: str
-    """Name of a built-in (`exact_match`, `numeric`, `math_boxed`, `gsm8k`) or a dotted path `package.module:function`."""
+    """Name of a built-in (`exact_match`, `numeric`, `math_boxed`, `gsm8k`) or a path `package.module:function`."""
     weight: float = 1.0
     """Factor on this function's total when several apply to one row."""
     data_sources: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class SamplingConfig(Section):
 
     temperature: PositiveFloat = 1.0
     """Softmax temperature; the learner divides its logits by the same number."""
-    top_p: Literal[1.0] = 1.0
+    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
     """Only 1.0: with a truncated distribution the engine's log-probabilities are renormalised over tokens that the
     learner does not know, and importance ratios would be wrong."""
     top_k: Literal[0] = 0
@@ -260,8 +260,8 @@ class StalenessConfig(Section):
     """How far rollout may run ahead of the learner."""
 
     max_staleness: NonNegative = 1
-    """No token is trained in the step from version v to v+1 if it was sampled by a version older than v - max_staleness.
-    0 is strict on-policy training."""
+    """No token is trained in the step from version v to v+1 if it was sampled by a version older than
+    v - max_staleness. 0 is strict on-policy training."""
     depth: Positive | Literal["auto"] = "auto"
     """Groups outstanding at once: a number, or tuned below the bound so that data is as fresh as the learner allows."""
 

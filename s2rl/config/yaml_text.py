@@ -1,7 +1,7 @@
 """From YAML text to plain data, with the line of every key.
 
-YAML's core schema (version 1.2) is used: `1e-5` is a number, `on` and `off` are text, `010` is ten. A key that stands twice in
-one mapping is refused: the loader would otherwise keep the second one without a word.
+YAML's core schema (version 1.2) is used: `1e-5` is a number, `on` and `off` are text, `010` is ten. A key that stands
+twice in one mapping is refused: the loader would otherwise keep the second one without a word.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ class _CoreLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  (yaml's own attribute, read per class)
 
 
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+def _construct_int(loader: _CoreLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
-def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+def _construct_float(loader: _CoreLoader, node: yaml.ScalarNode) -> float:
     return float(str(loader.construct_scalar(node)).lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _construct_unknown(loader: _CoreLoader, node: yaml.Node) -> None:
+    raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not allowed here", node.start_mark)
 
 
 def _add_resolvers() -> None:
@@ -48,7 +52,7 @@ def _add_resolvers() -> None:
     _CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
     _CoreLoader.add_constructor("tag:yaml.org,2002:float", _construct_float)
     for kind in ("binary", "timestamp", "omap", "pairs", "set"):
-        _CoreLoader.add_constructor(f"tag:yaml.org,2002:{kind}", yaml.SafeLoader.construct_undefined)
+        _CoreLoader.add_constructor(f"tag:yaml.org,2002:{kind}", _construct_unknown)
 
 
 _add_resolvers()
