@@ -76,6 +76,10 @@ class LearnerHandle(Protocol):
         """The tensors that a publication consists of, sorted by name."""
         ...
 
+    async def sync_endpoint(self) -> tuple[str, int]:
+        """Address of rank 0's node and a port that is free there now."""
+        ...
+
     async def join_sync(self, spec: SyncGroupSpec) -> None:
         """Rank 0 enters the sync process group."""
         ...
