@@ -108,6 +108,7 @@ class TrainingLoop:
         self._tick_failure: BaseException | None = None
         self.stop = asyncio.Event()
         self._totals_before = pool.totals
+        self._wait_started = time.monotonic()
         pool.on_change = self._on_change
 
     # ---- wiring ----------------------------------------------------------------------------------------------------
@@ -126,10 +127,7 @@ class TrainingLoop:
         """Prompts that the rest of the run can still use beyond those outstanding."""
         counts = self._queue.counts
         outstanding = counts.waiting + counts.in_flight + counts.finished
-        return (self._config.steps - self.state.step) * self._queue.groups_per_step - outstanding + self._handed
-
-    _handed = 0
-    """Groups of the batch being trained: outstanding, but for a step that `state.step` does not count yet."""
+        return (self._config.steps - self.state.step) * self._queue.groups_per_step - outstanding
 
     def on_finished(self) -> None:
         """A group entered the queue."""
@@ -213,12 +211,10 @@ class TrainingLoop:
         version = self._queue.version
         samples, plan = self._plan(groups, version)
         staleness = self._staleness(groups, version)
-        self._handed = len(groups)
         result = await self._learner.train(plan.rank_batches)
         if result.version != version + self._queue.updates_per_batch:
             raise RunError(f"the learner says version {result.version} after a batch at version {version}")
         self._queue.step_done()
-        self._handed = 0
         self.state.step += 1
         self.state.skipped_steps += result.num_skipped_steps
         self.state.trained_tokens += sum(len(s) for s in samples)
@@ -392,8 +388,7 @@ class TrainingLoop:
         while True:
             await asyncio.sleep(_TICK_S)
             ticks += 1
-            for group_id in self._pool.overdue(self._config.limits.group_s):
-                self.rollouts.drop_overdue(group_id)
+            await self._pool.expire(self._config.limits.group_s)
             if ticks % _HEARTBEAT_TICKS == 0:
                 await self._learner.memory()
             counts = self._queue.counts

@@ -157,10 +157,13 @@ class RolloutPool:
                 except WorkerDied as error:
                     self.died(slot, error)
 
-    def overdue(self, limit_s: float) -> list[str]:
-        """Groups handed over longer ago than `limit_s`."""
+    async def expire(self, limit_s: float) -> None:
+        """Give up groups that were handed over longer ago than `limit_s`; their sinks are told that they failed."""
         now = time.monotonic()
-        return [g for s in self.slots for g, a in s.assigned.items() if now - a.since > limit_s]
+        late = [a for s in self.slots for a in s.assigned.values() if now - a.since > limit_s]
+        for assignment in late:
+            await self.abort(assignment.request.group_id)
+            assignment.sink.failed(assignment.request.group_id, "timeout")
 
     async def _collect_loop(self, slot: WorkerSlot) -> None:
         while slot.alive:

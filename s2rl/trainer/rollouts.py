@@ -175,11 +175,6 @@ class TrainingRollouts:
             self._queue.reassign(group.worker)
             self.wake.set()
 
-    def drop_overdue(self, group_id: str) -> None:
-        """A group outlived its limit: forget it here and at its worker."""
-        self._drop(group_id, "timeout")
-        self._run(self._pool.abort(group_id))
-
     def _drop(self, group_id: str, reason: str) -> None:
         group = self._open.pop(group_id, None)
         if group is not None:
