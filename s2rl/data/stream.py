@@ -1,7 +1,7 @@
 """The endless, seeded, resumable order of prompts.
 
-Epoch e visits every row once, in an order that depends on the seed and e alone. So the cursor is two numbers, and a stream that
-is restored at any point gives what the first one would have given.
+Epoch e visits every row once, in an order that depends on the seed and e alone. So the cursor is two numbers, and a
+stream that is restored at any point gives what the first one would have given.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class PromptStream:
                 continue
             if key in ("num_rows", "digest"):
                 raise DataError(
-                    f"data.train: the saved position belongs to a data set of other content ({state.get('num_rows')} rows, digest "
-                    f"{str(state.get('digest'))[:12]}) than the present one ({len(self._rows)} rows, digest "
-                    f"{self._rows.digest[:12]}): prompts would be repeated or left out. Put the data of that run back, or start a "
-                    f"new run under another name"
+                    f"data.train: the saved position belongs to a data set of other content ({state.get('num_rows')} "
+                    f"rows, digest {str(state.get('digest'))[:12]}) than the present one ({len(self._rows)} rows, "
+                    f"digest {self._rows.digest[:12]}): prompts would be repeated or left out. Put the data of that run "
+                    f"back, or start a new run under another name"
                 )
             raise DataError(
-                f"the saved position was taken with {key} = {state.get(key)!r}, and now it is {now!r}: the order of prompts would "
-                f"be another. Set it back, or start a new run under another name"
+                f"the saved position was taken with {key} = {state.get(key)!r}, and now it is {now!r}: the order of "
+                f"prompts would be another. Set it back, or start a new run under another name"
             )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self._rows):
@@ -95,6 +95,6 @@ class PromptStream:
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(len(self._rows))
-        # RandomState's stream never changes between numpy versions, a Generator's may; hashing spreads near seeds apart.
+        # RandomState's stream never changes between numpy versions, a Generator's may. Hashing keeps near seeds apart.
         words = np.frombuffer(hashlib.sha256(f"{self._seed}:{epoch}".encode()).digest(), dtype="<u4").astype(np.uint32)
         return np.random.RandomState(words).permutation(len(self._rows))
