@@ -1,0 +1,137 @@
+"""The learner's side of a weight sync: a stream of full tensors goes out in buckets.
+
+consumes   named tensors in manifest order, one at a time
+produces   broadcasts over the group; a PublishReport
+waits for  every receiver at the start (header and answer), the transfer that used a buffer two buckets ago
+woken by   the receivers' own broadcasts; all waits end within the group's limit
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from s2rl.errors import SyncError
+from s2rl.sync.buckets import Bucket, BucketPlan, manifest_digest
+from s2rl.sync.fingerprint import as_bytes, fingerprint
+from s2rl.sync.group import SyncGroup, Transfer
+from s2rl.sync.header import ACCEPTED, REASONS, make_header
+from s2rl.types import PublishReport, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_NUM_BUFFERS = 2
+
+
+class WeightSender:
+    """Streams publications to the members of a group. Holds two buffers of one bucket each, no copy of the model."""
+
+    def __init__(self, group: SyncGroup, manifest: Sequence[TensorSpec]) -> None:
+        assert group.rank == 0, "only rank 0 sends"
+        self._group = group
+        self._plan = BucketPlan.build(manifest, bucket_bytes=group.spec.bucket_bytes)
+        self._digest = manifest_digest(manifest, bucket_bytes=group.spec.bucket_bytes)
+        self._large = torch.empty(0, dtype=torch.uint8)
+        largest = max((b.num_bytes for b in self._plan.buckets if not b.is_slice), default=0)
+        self._buffers = [
+            torch.empty(largest, dtype=torch.uint8, device=group.device) for _ in range(_NUM_BUFFERS if largest else 0)
+        ]
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> PublishReport:
+        """Publish `tensors` as `version`; returns when every byte is handed over.
+
+        They must be those of the manifest, in its order. A tensor must not change until the next but one is asked for.
+        Raises SyncError when the stream differs from the manifest, a receiver refuses, or a member is gone.
+        """
+        start = time.perf_counter()
+        self._open(version)
+        stream = _Stream(tensors, manifest=self._plan.manifest, device=self._group.device, version=version)
+        in_flight: deque[Transfer | None] = deque([None] * _NUM_BUFFERS)
+        count = len(self._plan.buckets)
+        for number, bucket in enumerate(self._plan.buckets):
+            before = in_flight.popleft()
+            if before is not None:
+                before.wait()
+            data = self._fill(bucket, stream, number)
+            label = f"sending bucket {number + 1} of {count} of version {version}"
+            in_flight.append(self._group.broadcast(data, label=label) if bucket.num_bytes else None)
+        for transfer in in_flight:
+            if transfer is not None:
+                transfer.wait()
+        stream.check_end()
+        seconds = time.perf_counter() - start
+        logger.debug("published version %d: %d bytes in %.3f s", version, self._plan.num_bytes, seconds)
+        return PublishReport(
+            version=version, num_bytes=self._plan.num_bytes, seconds=seconds, fingerprints=stream.fingerprints
+        )
+
+    def _open(self, version: int) -> None:
+        header = make_header(version=version, digest=self._digest, plan=self._plan).to(self._group.device)
+        self._group.broadcast(header, label=f"sending the header of version {version}").wait()
+        answers = self._group.exchange(ACCEPTED, label=f"waiting for the receivers' answer to version {version}")
+        refused = [f"rank {r}: {REASONS.get(a, 'unknown answer')}" for r, a in enumerate(answers) if a != ACCEPTED]
+        if refused:
+            raise SyncError(f"weight sync of version {version} was refused by {'; '.join(refused)}")
+
+    def _fill(self, bucket: Bucket, stream: _Stream, number: int) -> torch.Tensor:
+        """The bytes of one bucket: a filled buffer, or a slice of the large tensor itself."""
+        if bucket.is_slice:
+            (piece,) = bucket.pieces
+            if piece.tensor_offset == 0:
+                self._large = as_bytes(stream.take(piece.tensor))
+            end = piece.tensor_offset + piece.num_bytes
+            data = self._large[piece.tensor_offset : end]
+            if end == self._large.numel():
+                self._large = data[:0].clone()  # the transfer keeps the memory that it still needs
+            return data
+        buffer = self._buffers[number % _NUM_BUFFERS]
+        for piece in bucket.pieces:
+            stream.take(piece.tensor, copy_to=buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
+        return buffer[: bucket.num_bytes]
+
+
+class _Stream:
+    """The tensors as they come, each checked against the manifest and fingerprinted."""
+
+    def __init__(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        manifest: Sequence[TensorSpec],
+        device: torch.device,
+        version: int,
+    ) -> None:
+        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(tensors)
+        self._manifest = manifest
+        self._device = device
+        self._where = f"publishing version {version}"
+        self.fingerprints: dict[str, int] = {}
+
+    def take(self, index: int, *, copy_to: torch.Tensor | None = None) -> torch.Tensor:
+        """The next tensor, which must be number `index` of the manifest."""
+        spec = self._manifest[index]
+        name, tensor = next(self._tensors, (None, None))
+        if name is None or tensor is None:
+            raise SyncError(f"{self._where}: the learner's tensors end before {spec.name!r}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (name, tuple(tensor.shape), dtype) != (spec.name, spec.shape, spec.dtype):
+            raise SyncError(
+                f"{self._where}: the learner hands over {name!r} {tuple(tensor.shape)} {dtype} where the manifest has "
+                f"{spec.name!r} {spec.shape} {spec.dtype}"
+            )
+        tensor = tensor.detach()
+        if tensor.device.type != self._device.type:
+            tensor = tensor.to(self._device)
+        tensor = tensor.contiguous()
+        self.fingerprints[name] = fingerprint(tensor, copy_to=copy_to)
+        return tensor
+
+    def check_end(self) -> None:
+        """Raise SyncError when there are more tensors than the manifest has."""
+        name, _ = next(self._tensors, (None, None))
+        if name is not None:
+            raise SyncError(f"{self._where}: the learner hands over {name!r}, which the manifest does not have")
