@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from fractions import Fraction
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _DECIMAL = rf"{_DIGITS}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
 # A minus belongs to the number unless it stands directly behind an operand: 10-5 ends with 5, "= -5" with -5.
 _SIGN = r"(?:(?<![A-Za-z0-9_)\]}])[-−]\$?|(?<![A-Za-z0-9_]))"
-_FRAC = rf"\\[dt]?frac\s*\{{\s*(?P<top>[-−]?{_DECIMAL})\s*\}}\s*\{{\s*(?P<bottom>[-−]?{_DECIMAL})\s*\}}"
+_TERM = rf"\s*([-−]?{_DECIMAL})\s*"
+_FRAC = rf"\\[dt]?frac\s*\{{{_TERM.replace('(', '(?P<top>', 1)}\}}\s*\{{{_TERM.replace('(', '(?P<bottom>', 1)}\}}"
 _NUMBER = re.compile(rf"(?P<sign>{_SIGN})(?:{_FRAC}|(?P<number>{_DECIMAL})(?:\s?/\s?(?P<over>{_DECIMAL}))?)")
 _LONGEST_NUMBER = 400
 """Characters. Nothing sensible is longer, and exact arithmetic on millions of digits takes minutes."""
@@ -23,10 +25,8 @@ def last_number(text: str) -> Fraction | None:
     """
     if "\\" in text or "{,}" in text:
         text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\\$", "$")
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    return _value(last) if last else None
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    return _value(last[0]) if last else None
 
 
 def marked_number(text: str, marker: str = "####") -> Fraction | None:

@@ -44,7 +44,7 @@ def load_function(name: str, *, args: Mapping[str, Any], key: str = "rewards.fun
         function = getattr(function, part)
     if not callable(function):
         raise ConfigError(f"{key}: {name!r} is a {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(
             f"{key}: {name!r} is an `async def`; make it a plain function (it may call asyncio.run itself)"
         )
@@ -97,6 +97,6 @@ def _check_args(function: Callable[..., Any], *, args: Mapping[str, Any], name: 
         signature.bind(None, **args)
     except TypeError as error:
         raise ConfigError(
-            f"{key}: {name!r} cannot be called with args {dict(args)}: {error}. Its signature is {name}{signature}; the first "
-            f"parameter receives the RewardInput"
+            f"{key}: {name!r} cannot be called with args {dict(args)}: {error}. Its signature is {name}{signature}; the "
+            f"first parameter receives the RewardInput"
         ) from error
