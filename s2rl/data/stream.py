@@ -76,9 +76,9 @@ class PromptStream:
             if key in ("num_rows", "digest"):
                 then = f"{state.get('num_rows')} rows, digest {str(state.get('digest'))[:12]}"
                 raise DataError(
-                    f"data.train: the saved position belongs to a data set of other content ({then}) than the present one "
-                    f"({len(self._rows)} rows, digest {self._rows.digest[:12]}): prompts would be repeated or left out. "
-                    f"Put the data of that run back, or start a new run under another name"
+                    f"data.train: the saved position belongs to a data set of other content ({then}) than the present "
+                    f"one ({len(self._rows)} rows, digest {self._rows.digest[:12]}): prompts would be repeated or left "
+                    f"out. Put the data of that run back, or start a new run under another name"
                 )
             raise DataError(
                 f"the saved position was taken with {key} = {state.get(key)!r}, and now it is {now!r}: the order of "

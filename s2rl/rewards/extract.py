@@ -6,12 +6,14 @@ import re
 from collections import deque
 from fractions import Fraction
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-_DECIMAL = rf"{_DIGITS}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![.0-9])\.[0-9]+)"
+# Atomic, so that a number with an exponent of four digits or more is none at all, not its first digits.
+_DECIMAL = rf"(?>{_DIGITS}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?)(?![eE][-+]?[0-9])"
 # A minus belongs to the number unless it stands directly behind an operand: 10-5 ends with 5, "= -5" with -5.
 _SIGN = r"(?:(?<![A-Za-z0-9_)\]}])[-−]\$?|(?<![A-Za-z0-9_]))"
 _TERM = rf"\s*([-−]?{_DECIMAL})\s*"
-_FRAC = rf"\\[dt]?frac\s*\{{{_TERM.replace('(', '(?P<top>', 1)}\}}\s*\{{{_TERM.replace('(', '(?P<bottom>', 1)}\}}"
+_TOP, _BOTTOM = (_TERM.replace("([", f"(?P<{name}>[", 1) for name in ("top", "bottom"))
+_FRAC = rf"\\[dt]?frac\s*\{{{_TOP}\}}\s*\{{{_BOTTOM}\}}"
 _NUMBER = re.compile(rf"(?P<sign>{_SIGN})(?:{_FRAC}|(?P<number>{_DECIMAL})(?:\s?/\s?(?P<over>{_DECIMAL}))?)")
 _LONGEST_NUMBER = 400
 """Characters. Nothing sensible is longer, and exact arithmetic on millions of digits takes minutes."""

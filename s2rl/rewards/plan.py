@@ -24,9 +24,8 @@ class RewardPlan:
         """Functions for rows of this data source."""
         found = self._applicable.get(data_source)
         if found is None:
-            found = tuple(
-                i for i, f in enumerate(self.functions) if not f.data_sources or data_source in f.data_sources
-            )
+            every = enumerate(self.functions)
+            found = tuple(i for i, f in every if not f.data_sources or data_source in f.data_sources)
             self._applicable[data_source] = found
         return found
 
@@ -36,8 +35,8 @@ class RewardPlan:
         for data_source, place in places.items():
             if not self.applicable(data_source):
                 raise DataError(
-                    f"{place}: no reward function applies to data source {data_source!r}; rewards.functions[].data_sources "
-                    f"name {', '.join(map(repr, named))}. Add it there, or leave data_sources out of one function"
+                    f"{place}: no reward function applies to data source {data_source!r}; the data_sources in "
+                    f"rewards.functions name {', '.join(map(repr, named))}. Add it there, or leave data_sources out of one function"
                 )
         for function in self.functions:
             if function.data_sources and not set(function.data_sources) & set(places):

@@ -97,6 +97,6 @@ def _check_args(function: Callable[..., Any], *, args: Mapping[str, Any], name: 
         signature.bind(None, **args)
     except TypeError as error:
         raise ConfigError(
-            f"{key}: {name!r} cannot be called with args {dict(args)}: {error}. Its signature is {name}{signature}; the "
-            f"first parameter receives the RewardInput"
+            f"{key}: {name!r} cannot be called with args {dict(args)}: {error}. Its signature is {name}{signature}; "
+            f"the first parameter receives the RewardInput"
         ) from error
