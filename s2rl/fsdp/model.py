@@ -1,0 +1,303 @@
+"""Builds the sharded policy: meta-device construction, `fully_shard`, and each rank's rows read straight from disk.
+
+No rank ever holds an unsharded copy: a parameter goes from the safetensors file into the local shard row range by row
+range, one tensor at a time, and is cast on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from s2rl.config.schema import Device, LearnerConfig, ModelConfig
+from s2rl.errors import ModelError
+from s2rl.fsdp.policy import Policy
+from s2rl.models import DiskTensor, ModelAdapter, adapter_for, read_layout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardedPolicy:
+    """A policy whose parameters are sharded, and how they are called and stored on disk."""
+
+    module: Policy
+    adapter: ModelAdapter
+    parameters: Mapping[str, nn.Parameter]
+    """Sharded parameters (DTensors) by their name on disk, in sorted order; tied ones once. The objects stay the same
+    for the life of the policy; while FSDP has parameters gathered, the module's own attributes are others."""
+    disk: Mapping[str, DiskTensor]
+    """What the model folder holds under the same names."""
+    vocab_size: int
+    packed: bool
+    keep_gathered: bool
+    """Parameters stay gathered from the first forward of a step to its last backward, and gradients are reduced once.
+    Otherwise both happen per micro-batch, and no rank holds more than one gathered unit at a time."""
+
+    def gather(self, *, last: bool) -> None:
+        """Say whether the coming backward pass is the last of its step."""
+        if self.keep_gathered:
+            root: Any = self.module
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last)
+            root.set_is_last_backward(last)
+
+    def reshard(self) -> None:
+        """Free gathered parameters; needed after parameters change otherwise than by a backward pass and a step."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def resolve_attention(requested: str, *, device: Device) -> str:
+    """The attention implementation for `model.attention`."""
+    if requested != "auto":
+        return requested
+    return "flash_attention_2" if device == "cuda" and find_spec("flash_attn") is not None else "sdpa"
+
+
+def resolve_packing(requested: Literal["auto", "on", "off"], *, attention: str) -> bool:
+    """Whether samples share a row. Only variable-length kernels keep packed samples apart without a quadratic mask."""
+    return requested == "on" or (requested == "auto" and attention == "flash_attention_2")
+
+
+def build_policy(
+    model: ModelConfig,
+    learner: LearnerConfig,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh,
+    trainable: bool = True,
+) -> ShardedPolicy:
+    """The policy of `model`, sharded over `mesh` and loaded.
+
+    Masters are float32; with `trainable=False` (the frozen reference) parameters are held in the compute type instead.
+    Raises ModelError for a folder, architecture, class name or tensor that does not fit.
+    """
+    config = _read_config(model)
+    adapter, architecture = adapter_for(config.architectures)
+    attention = resolve_attention(model.attention, device=device.type)  # type: ignore[arg-type]
+    packed = resolve_packing(learner.packing, attention=attention)
+    if packed and not adapter.packable:
+        raise ModelError(f"learner.packing: {architecture} cannot keep packed sequences apart; set it to 'off'.")
+    compute = getattr(torch, learner.dtype)
+    held = torch.float32 if trainable else compute
+    causal_lm = _build_on_meta(adapter.model_class(architecture), config, attention=attention, dtype=held)
+    if learner.activation_checkpointing and trainable:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(causal_lm, chunk_tokens=learner.logprob_chunk_tokens)
+    # Checkpointing is bound to training mode; nothing else is, since every dropout is set to 0.
+    policy.train(learner.activation_checkpointing and trainable)
+    policy.requires_grad_(trainable)
+
+    disk = read_layout(model.path)
+    tied = bool(config.tie_word_embeddings)
+    names = _disk_names(causal_lm, adapter, tied=tied)
+    _check_layout(causal_lm, names, disk, folder=model.path)
+
+    keep_gathered = trainable and _keeps_gathered(learner, world_size=mesh.size())
+    _shard(policy, learner, adapter, compute=compute, mesh=mesh, reshard=not keep_gathered)
+    parameters = _materialise(causal_lm, names, device=torch.device("cpu") if learner.cpu_offload else device)
+    _load(parameters, adapter, disk)
+    _fill_buffers(causal_lm, adapter, device=device)
+    return ShardedPolicy(
+        module=policy,
+        adapter=adapter,
+        parameters=parameters,
+        disk={name: disk[name] for name in parameters},
+        vocab_size=causal_lm.get_input_embeddings().weight.shape[0],
+        packed=packed,
+        keep_gathered=keep_gathered,
+    )
+
+
+def _read_config(model: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    if not (model.path / "config.json").is_file():
+        raise ModelError(
+            f"model.path: {model.path} is not a model folder: it has no config.json. Give the folder that holds "
+            "config.json, the tokenizer and safetensors files."
+        )
+    try:
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path: {model.path}/config.json cannot be used: {error}") from error
+
+
+def _build_on_meta(model_class: Any, config: Any, *, attention: str, dtype: torch.dtype) -> Any:
+    """The model with shapes only, its dropouts off: a policy's log-probabilities must not be random."""
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    except (ImportError, ValueError) as error:
+        raise ModelError(f"model.attention: '{attention}' cannot be used here: {error}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _disk_names(model: nn.Module, adapter: ModelAdapter, *, tied: bool) -> dict[str, str]:
+    """Name on disk by parameter name, in the model's order."""
+    named = ((name, adapter.disk_name(name, tied=tied)) for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name: disk_name for name, disk_name in named if disk_name is not None}
+
+
+def _check_layout(model: nn.Module, names: Mapping[str, str], disk: Mapping[str, DiskTensor], *, folder: Path) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    absent = sorted(set(names.values()) - disk.keys())
+    if absent:
+        raise ModelError(
+            f"model.path: {folder} lacks {len(absent)} of the model's tensors, the first is {absent[0]}; the weights "
+            "belong to another model or are incomplete."
+        )
+    for name, disk_name in names.items():
+        if tuple(parameters[name].shape) != disk[disk_name].shape:
+            raise ModelError(
+                f"model.path: {disk_name} has shape {list(disk[disk_name].shape)} in {folder}, but config.json asks "
+                f"for {list(parameters[name].shape)}."
+            )
+    unused = sorted(disk.keys() - set(names.values()))
+    if unused:
+        logger.warning("%s holds %d tensors that are not trained, the first is %s", folder, len(unused), unused[0])
+
+
+def _keeps_gathered(learner: LearnerConfig, *, world_size: int) -> bool:
+    setting = learner.reshard_after_forward
+    return setting == "off" or (setting == "auto" and world_size == 1)
+
+
+def _shard(
+    policy: Policy,
+    learner: LearnerConfig,
+    adapter: ModelAdapter,
+    *,
+    compute: torch.dtype,
+    mesh: DeviceMesh,
+    reshard: bool,
+) -> None:
+    """One FSDP unit per wrapped class, and the root for the rest: embedding, final norm, output head."""
+    wrap = learner.wrap_classes or adapter.wrap_classes
+    known = {type(module).__name__ for module in policy.modules()}
+    for name in wrap:
+        if name not in known:
+            raise ModelError(
+                f"learner.wrap_classes: the model has no module of class '{name}'; it has {', '.join(sorted(known))}."
+            )
+    on_accelerator = mesh.device_type != "cpu"
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_accelerator) if learner.cpu_offload else OffloadPolicy(),
+    }
+    for module in [m for m in policy.modules() if type(m).__name__ in wrap]:
+        fully_shard(module, reshard_after_forward=reshard, **settings)
+    # The root's parameters are needed first in the backward pass, so they always stay for it.
+    fully_shard(policy, reshard_after_forward=False, **settings)
+
+
+def _materialise(model: nn.Module, names: Mapping[str, str], *, device: torch.device) -> dict[str, nn.Parameter]:
+    """Give every sharded parameter memory for its local rows; by disk name, sorted.
+
+    `Module.to_empty` would do this too, but it unties tied parameters.
+    """
+    made: dict[int, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for name, meta in list(model.named_parameters(remove_duplicate=False)):
+        assert isinstance(meta, DTensor)
+        if id(meta) not in made:
+            local = torch.empty(meta.to_local().shape, dtype=meta.dtype, device=device)
+            sharded = DTensor.from_local(
+                local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
+            )
+            made[id(meta)] = nn.Parameter(sharded, requires_grad=meta.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, made[id(meta)])
+        if name in names:
+            parameters[names[name]] = made[id(meta)]
+    if len({id(p) for p in parameters.values()}) != len(made):
+        raise ModelError("model.path: two of the model's parameters share a tensor that the adapter does not know.")
+    return dict(sorted(parameters.items()))
+
+
+def _load(parameters: Mapping[str, nn.Parameter], adapter: ModelAdapter, disk: Mapping[str, DiskTensor]) -> None:
+    """Read this rank's rows of every parameter."""
+    from safetensors import safe_open
+
+    by_file: dict[Path, list[str]] = {}
+    for name in parameters:
+        by_file.setdefault(disk[name].file, []).append(name)
+    with torch.no_grad():
+        for file, names in sorted(by_file.items()):
+            with safe_open(file, framework="pt", device="cpu") as reader:
+                for name in names:
+                    local = local_shard(parameters[name])
+                    if local.numel():
+                        start = _first_row(parameters[name])
+                        rows = reader.get_slice(name)[start : start + local.shape[0]]
+                        local.copy_(adapter.from_disk(name, rows))
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """This rank's rows of a sharded parameter or gradient; shares memory with it."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
+
+
+def _first_row(parameter: Tensor) -> int:
+    """Index of this rank's first row. FSDP deals rows like torch.chunk: equal parts, the last ones smaller or empty."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    rows_per_rank = -(-parameter.shape[0] // mesh.size())
+    return rows_per_rank * mesh.get_local_rank()
+
+
+def _fill_buffers(model: nn.Module, adapter: ModelAdapter, *, device: torch.device) -> None:
+    """Replace buffers that exist by shape only, and refuse a model with one whose value nobody knows."""
+    for path, module in model.named_modules():
+        if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            continue
+        fresh = adapter.fresh_buffers(module)
+        for name, buffer in _meta_buffers(module):
+            if name not in fresh:
+                raise ModelError(
+                    f"model.path: the value of buffer {path}.{name} is not known; its model's adapter in s2rl/models/ "
+                    "has to supply it."
+                )
+            value = fresh[name].to(device)
+            assert value.shape == buffer.shape
+            module.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
+
+
+def _meta_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((n, b) for n, b in list(module.named_buffers(recurse=False)) if b.is_meta)
+
+
+def forget_forward_order(policy: nn.Module) -> None:
+    """Drop the list of units that FSDP expects a backward pass for.
+
+    FSDP appends to it in every forward and clears it in the backward pass; for a frozen model it would only grow.
+    There is no public call for this (torch 2.13 has `reset_iter_state`, earlier releases have nothing).
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in groups:
+                if group is not None:
+                    group._post_forward_indices.clear()
