@@ -14,6 +14,8 @@ import logging
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +23,13 @@ from typing import Any
 
 from s2rl.config.schema import ClusterConfig
 from s2rl.errors import ConfigError, RunError, StalledError
+from s2rl.reaper import MARK, reap
 
 logger = logging.getLogger(__name__)
 
 _TEMP_PREFIX = "s2rl-ray-"
 _OBJECT_STORE_BYTES = 512 * 1024 * 1024
+_REAP_S = 30.0
 # Messages between our processes are small (token ids, reports); weights never travel through the object store.
 
 
@@ -138,6 +142,7 @@ class Cluster:
         self._name = name
         self._log_dir = log_dir
         self._temp_dir: Path | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._actors: list[Actor] = []
 
     @property
@@ -173,9 +178,23 @@ class Cluster:
         remove_stale_sessions()
         # Unix sockets live below this folder and their paths must stay under 108 bytes, so it cannot be the run folder.
         self._temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
+        self._start_reaper(self._temp_dir)
         ray.init(
             address="local", _node_ip_address="127.0.0.1", object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(self._temp_dir), **common
         )
+
+    def _start_reaper(self, temp_dir: Path) -> None:
+        """Everything started from here on carries the mark, and ends with this process however that ends."""
+        mark = temp_dir.name
+        reaper_file = Path(__file__).with_name("reaper.py")
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(reaper_file), mark, str(temp_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.environ[MARK] = mark
 
     def require(self, needs: Mapping[str, float]) -> None:
         """Refuse a run that asks for more devices than the cluster has. Keys are Ray resource names (`GPU`, `NPU`)."""
@@ -219,16 +238,21 @@ class Cluster:
                 actor.kill()
             ray.shutdown()
         self._actors.clear()
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+            self._reaper.wait(timeout=_REAP_S)
+            self._reaper = None
+            del os.environ[MARK]
 
 
 def remove_stale_sessions() -> None:
-    """Remove the temporary folders that runs killed with -9 left behind."""
+    """End and remove what runs left behind whose reaper was killed too."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TEMP_PREFIX}*"):
         pid = folder.name.removeprefix(_TEMP_PREFIX)
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             logger.info("removing the Ray session folder %s of a dead run", folder)
+            reap(folder.name, grace_s=0.0)
             shutil.rmtree(folder, ignore_errors=True)
 
 

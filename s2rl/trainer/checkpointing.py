@@ -78,6 +78,10 @@ class Checkpointer:
         self.saved_step: int | None = None
         """Step of the newest complete checkpoint."""
 
+    def resumed(self, step: int) -> None:
+        """The run goes on from the complete checkpoint of this step."""
+        self.saved_step = self._last_row = step
+
     def row_written(self, step: int) -> None:
         """The row of this step stands in metrics.jsonl."""
         self._last_row = step
@@ -94,7 +98,6 @@ class Checkpointer:
         """At the end: a checkpoint of the last step, unless there is one, and wait until it is complete."""
         await self._settle()
         if loop.state.step > 0 and self.saved_step != loop.state.step:
-            self._last_row = max(self._last_row, loop.state.step)
             await self._take(loop.state)
             await self._settle()
 

@@ -246,17 +246,18 @@ class RayPlacement:
                     "s2rl.fsdp.learner:Learner",
                     limit_s=limit_s,
                     model=config.model,
-                    config=config.learner,
+                    learner=config.learner,
                     algorithm=config.algorithm,
                     temperature=config.rollout.sampling.temperature,
-                    publish_dtype=config.rollout.dtype,
-                    total_optimizer_steps=config.steps * config.algorithm.updates_per_batch,
+                    rollout_dtype=config.rollout.dtype,
+                    total_steps=config.steps * config.algorithm.updates_per_batch,
                     seed=config.seed,
                     device=config.device,
                     rank=rank,
                     world_size=config.learner.ranks,
-                    master_address=address,
+                    master_host=address,
                     master_port=port,
+                    timeout_s=config.limits.step_s,
                 )
                 for rank, actor in enumerate(actors)
             )
