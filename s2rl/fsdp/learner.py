@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from s2rl.config.schema import AlgorithmConfig, Device, Dtype, LearnerConfig, ModelConfig
 from s2rl.data.tokenizer import tokenizer_facts
 from s2rl.device import claim, device_spec, resident_memory_mb, seed_all
-from s2rl.errors import RunError
+from s2rl.errors import RunError, SyncError
 from s2rl.fsdp.checkpoint import LearnerCheckpoint
 from s2rl.fsdp.collate import ForwardInputs
 from s2rl.fsdp.export import export_manifest, export_tensors
@@ -162,7 +162,13 @@ class Learner:
                 return PublishReport(version=version, num_bytes=0, seconds=0.0, fingerprints={})
             if self._sender is None:
                 raise RunError("asked to publish before rank 0 joined the sync group")
-            return self._sender.send(tensors, version)
+            try:
+                return self._sender.send(tensors, version)
+            except SyncError:
+                # The other ranks are inside the gathering of the rest: leave none of them waiting for this one.
+                for _ in tensors:
+                    pass
+                raise
 
     def train(self, batch: RankBatch) -> StepResult:
         """One batch: `updates_per_batch` optimizer steps, each of which makes a new version, skipped or not."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from s2rl.cluster import Actor, ActorDied, Cluster
 from s2rl.config.schema import RunConfig
-from s2rl.device import ray_resource
+from s2rl.device import device_spec
 from s2rl.errors import LearnerDied, StalledError, WorkerDied
 from s2rl.types import (
     FloatArray,
@@ -194,7 +194,7 @@ class RayPlacement:
 
     def __init__(self, cluster: Cluster, config: RunConfig) -> None:
         self._cluster, self._config = cluster, config
-        self._resource = ray_resource(config.device)
+        self._resource = device_spec(config.device).ray_resource
 
     def check(self) -> None:
         """Raise `ConfigError` when the cluster has too few devices."""
