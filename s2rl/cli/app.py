@@ -24,7 +24,7 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys, for instance algorithm.clip_high=0.28. See docs/config.md."),
+    typer.Argument(metavar="KEY=VALUE", help="Dotted keys, for instance algorithm.clip_high=0.28. See docs/config.md."),
 ]
 
 
@@ -38,7 +38,8 @@ def train(
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML file of the run.", metavar="FILE")],
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved configuration and what the run would take; train nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print the resolved configuration and what the run would take; train nothing."),
     ] = False,
 ) -> None:
     """Train. Goes on from the run folder's last checkpoint when there is one."""
@@ -107,7 +108,8 @@ def version() -> None:
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Turn the errors that s2rl raises on purpose into a message and an exit code. Anything else is a bug and stays loud."""
+    """Turn the errors that s2rl raises on purpose into a message and an exit code. Anything else is a bug and "
+    "stays loud."""
     try:
         yield
     except S2rlError as error:

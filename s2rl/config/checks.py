@@ -99,16 +99,10 @@ def _groups(config: RunConfig) -> Iterator[str]:
             "nothing would be learned. Use at least 2 (8 is usual)."
         )
     samples = algorithm.groups_per_step * algorithm.group_size
-    if samples // algorithm.updates_per_batch < ranks:
+    if samples < ranks:
         yield (
-            f"learner.ranks: {ranks} ranks cannot share {samples} samples in {algorithm.updates_per_batch} update(s) "
-            "(algorithm.groups_per_step x algorithm.group_size / algorithm.updates_per_batch). Use fewer ranks "
-            "or more samples."
-        )
-    if algorithm.groups_per_step % algorithm.updates_per_batch:
-        yield (
-            f"algorithm.updates_per_batch: {algorithm.updates_per_batch} does not divide algorithm.groups_per_step "
-            f"{algorithm.groups_per_step}. Use a divisor."
+            f"learner.ranks: {ranks} ranks cannot share the {samples} samples of a batch (algorithm.groups_per_step x "
+            "algorithm.group_size). Use fewer ranks or more samples."
         )
 
 

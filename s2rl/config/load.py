@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from s2rl.config.checks import check
@@ -17,7 +16,7 @@ from s2rl.config.describe import got, place_of, section_of
 from s2rl.config.paths import make_absolute
 from s2rl.config.schema import RunConfig, Section
 from s2rl.config.suggest import suggestion
-from s2rl.config.yaml_text import parse_scalar, parse_yaml
+from s2rl.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from s2rl.errors import ConfigError
 
 MAX_PROBLEMS = 20
@@ -71,7 +70,7 @@ def config_from_dict(
 
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def _read(path: Path) -> str:

@@ -36,19 +36,31 @@ def _construct_unknown(loader: _CoreLoader, node: yaml.Node) -> None:
     raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not allowed here", node.start_mark)
 
 
+class _CoreDumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would read as something other than text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (yaml's own attribute, read per class)
+        first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
+_PLAIN_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+
+
 def _add_resolvers() -> None:
-    for kind, pattern, first in (
-        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-        ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-        ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-        (
-            "float",
-            r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-            list("-+0123456789."),
-        ),
-        ("merge", r"<<", ["<"]),
-    ):
-        _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), first)
+    for kind, pattern, first in _PLAIN_SCALARS:
+        for user in (_CoreLoader, _CoreDumper):
+            user.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), first)
     _CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
     _CoreLoader.add_constructor("tag:yaml.org,2002:float", _construct_float)
     for kind in ("binary", "timestamp", "omap", "pairs", "set"):
@@ -85,6 +97,11 @@ def parse_yaml(text: str, *, origin: str) -> tuple[Any, dict[str, int]]:
         raise ConfigError(f"{origin}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: nested too deeply") from None
+
+
+def dump_yaml(data: Any) -> str:
+    """Data as YAML text that `parse_yaml` reads back unchanged."""
+    return yaml.dump(data, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def parse_scalar(text: str, *, origin: str) -> Any:

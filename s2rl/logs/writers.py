@@ -1,0 +1,154 @@
+"""metrics.jsonl and rollouts.jsonl: one JSON object per line, flushed line by line, cut back exactly on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from s2rl.errors import CheckpointError, RunError
+from s2rl.logs.metrics import Metrics, MetricValue
+from s2rl.types import Prompt, Rollout, RolloutGroup
+
+
+class JsonLines:
+    """Appends JSON objects to a file. The position is a number of bytes, always at the end of a line."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens `path` at its end; a last line that a killed process left unfinished is cut off."""
+        self.path = path
+        self._file: BinaryIO = open(path, "ab")  # noqa: SIM115  (open for the life of the run)
+        self._position = self._file.tell()
+        self._cut(_end_of_last_line(path, size=self._position))
+
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self._position
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._file.closed
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line; raises `RunError` when it cannot be written, and leaves no half line behind."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            self._cut(self._position)
+            raise RunError(
+                f"{self.path} cannot be written: {error.strerror}. The last checkpoint is unharmed."
+            ) from error
+        self._position += len(line)
+
+    def truncate(self, position: int) -> None:
+        """Forget everything after `position`, as the run that is resumed does."""
+        if position > self._position:
+            raise CheckpointError(
+                f"{self.path} has {self._position} bytes, the checkpoint expects {position}: it belongs to "
+                f"another run, or "
+                "was changed. Restore the file, or start a new run with another name."
+            )
+        self._cut(position)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _cut(self, position: int) -> None:
+        os.ftruncate(self._file.fileno(), position)
+        self._position = position
+
+
+def _end_of_last_line(path: Path, *, size: int) -> int:
+    """Size of the file up to its last line feed."""
+    block = 1 << 16
+    with path.open("rb") as file:
+        end = size
+        while end > 0:
+            start = max(0, end - block)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a file that `JsonLines` wrote; none when there is no file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def plain_metrics(metrics: Metrics) -> dict[str, MetricValue]:
+    """Metrics as JSON can hold them: numpy numbers become Python's, NaN and infinities become None."""
+    return {name: _plain(value) for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> MetricValue:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def group_record(group: RolloutGroup, *, fate: str, step: int) -> dict[str, Any]:
+    """One line of rollouts.jsonl for a group that was sampled."""
+    return _prompt_record(group.encoded.prompt, group_id=group.group_id, fate=fate, step=step) | {
+        "worker": group.worker,
+        "taken_version": group.taken_version,
+        "rollouts": [_rollout_record(rollout) for rollout in group.rollouts_G],
+    }
+
+
+def dropped_record(prompt: Prompt, *, reason: str, step: int) -> dict[str, Any]:
+    """One line of rollouts.jsonl for a prompt that never became a complete group."""
+    fate = f"dropped:{reason}"
+    return _prompt_record(prompt, group_id=prompt.prompt_id, fate=fate, step=step) | {
+        "worker": None,
+        "taken_version": None,
+        "rollouts": [],
+    }
+
+
+def _prompt_record(prompt: Prompt, *, group_id: str, fate: str, step: int) -> dict[str, Any]:
+    messages = prompt.messages
+    return {
+        "step": step,
+        "fate": fate,
+        "group_id": group_id,
+        "prompt_id": prompt.prompt_id,
+        "row": prompt.row,
+        "epoch": prompt.epoch,
+        "data_source": prompt.data_source,
+        "prompt": prompt.text if messages is None else [{"role": m.role, "content": m.content} for m in messages],
+        "answer": prompt.answer,
+    }
+
+
+def _rollout_record(rollout: Rollout) -> dict[str, Any]:
+    completion = rollout.completion
+    versions = completion.versions
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "score": _plain(rollout.score.total),
+        "parts": plain_metrics(rollout.score.parts),
+        "status": str(rollout.status),
+        "finish_reason": str(completion.finish_reason),
+        "num_tokens": len(completion.token_ids),
+        "version_min": int(versions.min()) if len(versions) else None,
+        "version_max": int(versions.max()) if len(versions) else None,
+    }
