@@ -58,9 +58,9 @@ class PromptRows(Sequence[Row]):
         return self._digest
 
     @property
-    def data_sources(self) -> Mapping[str, int]:
-        """Each data source that occurs, with the number of the first row that has it."""
-        return dict(self._data_sources)
+    def data_sources(self) -> Mapping[str, str]:
+        """Each data source that occurs, with file and row of the first row that has it."""
+        return {name: self.where(row) for name, row in self._data_sources.items()}
 
     @property
     def has_messages(self) -> bool:
@@ -194,20 +194,15 @@ def _optional(values: Mapping[str, Any], columns: ColumnsConfig, name: str, *, w
 
 
 def _no_value(what: str, path: str, *, values: Mapping[str, Any], where: object) -> str:
-    container, parts = values, path.split(".")
-    for n, part in enumerate(parts[:-1]):
-        inner = container.get(part)
-        if not isinstance(inner, Mapping):
-            break
-        container = inner
-    else:
-        n = len(parts) - 1
-    holder = f"column {'.'.join(parts[:n])!r} has the fields" if n else "the row has the columns"
+    container, outer, rest = values, "", path.split(".")
+    while len(rest) > 1 and isinstance(inner := container.get(rest[0]), Mapping):
+        container, outer, rest = inner, f"{outer}.{rest[0]}".lstrip("."), rest[1:]
+    holder = f"column {outer!r} has the fields" if outer else "the row has the columns"
     names = ", ".join(map(str, container)) or "(none)"
-    missing = "no value" if path in values or parts[n] in container else "no such column"
+    missing = "no value" if path in values or rest[0] in container else "no such column"
     return (
-        f"{where}: row without {what.replace('_', ' ')}: {missing} at {path!r} (data.columns.{what}); {holder}: {names}. "
-        f"Set data.columns.{what} to the right one, or mend the row"
+        f"{where}: row without {what.replace('_', ' ')}: {missing} at {path!r} (data.columns.{what}); "
+        f"{holder}: {names}. Set data.columns.{what} to the right one, or mend the row"
     )
 
 
@@ -220,7 +215,8 @@ def _parse_prompt(prompt: Any, *, column: str, where: object) -> tuple[tuple[Mes
     if not isinstance(prompt, list) or not prompt:
         what = "an empty list" if prompt == [] else type(prompt).__name__
         raise DataError(
-            f"{where}: the prompt in column {column!r} must be a text or a list of messages with role and content, not {what}"
+            f"{where}: the prompt in column {column!r} must be a text or a list of messages with role and content, "
+            f"not {what}"
         )
     return tuple(_parse_message(m, where=where, index=i) for i, m in enumerate(prompt)), None
 
@@ -254,7 +250,7 @@ def _check_text(text: str, *, what: str, where: object) -> None:
 
 
 def _parse_answer(value: Any) -> str | None:
-    """The reference answer as text: numbers as they are written (72.0 as 72), structures as JSON. None: there is none."""
+    """The reference answer as text: numbers as they are written (72.0 as 72), structures as JSON. None: no answer."""
     value = plain(value) if value is not _MISSING else None
     if value is None or value in ([], {}):
         return None

@@ -22,7 +22,7 @@ _LONGEST_NUMBER = 400
 def last_number(text: str) -> Fraction | None:
     """The last number in `text`, exactly; None when there is none.
 
-    Read as numbers: `-3`, `−3`, `1,234.5`, `.5`, `2e-3`, `3/4`, `\\frac{3}{4}`; currency and percent signs are left out.
+    Read as numbers: `-3`, `−3`, `1,234.5`, `.5`, `2e-3`, `3/4`, `\\frac{3}{4}`; a currency or percent sign is left out.
     Digits that continue a word (`x2`) are not numbers.
     """
     if "\\" in text or "{,}" in text:

@@ -36,7 +36,8 @@ class RewardPlan:
             if not self.applicable(data_source):
                 raise DataError(
                     f"{place}: no reward function applies to data source {data_source!r}; the data_sources in "
-                    f"rewards.functions name {', '.join(map(repr, named))}. Add it there, or leave data_sources out of one function"
+                    f"rewards.functions name {', '.join(map(repr, named))}. Add it there, or leave data_sources out of "
+                    f"one function"
                 )
         for function in self.functions:
             if function.data_sources and not set(function.data_sources) & set(places):
