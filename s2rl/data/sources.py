@@ -1,7 +1,7 @@
 """Reads rows from files and named data sets: what a row means is decided in `rows.py`.
 
-Owns: file formats, opening, row access by number, where a row stands (for messages). A table holds its rows compactly (Arrow
-buffers, or the offsets of lines in the file) and makes a mapping of one row when it is asked for.
+Owns: file formats, opening, row access by number, where a row stands (for messages). A table holds its rows compactly
+(Arrow buffers, or the offsets of lines in the file) and makes a mapping of one row when it is asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from s2rl.config.schema import DataSource
 from s2rl.errors import DataError
@@ -55,7 +57,7 @@ def plain(value: Any) -> Any:
     """`value` with numpy and Arrow scalars and arrays, at any depth, turned into plain Python."""
     if value is None or isinstance(value, (str, int, float, bool)):
         # numpy's float64 is a float and its str_ a str.
-        return value.item() if hasattr(value, "item") else value
+        return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -225,7 +227,8 @@ def _open_file(path: Path, *, source: DataSource, columns: Sequence[str]) -> Row
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
         raise DataError(
-            f"{path}: unknown extension {suffix or '(none)'!r}; allowed are {', '.join(FILE_SUFFIXES)}. Convert or rename the file"
+            f"{path}: unknown extension {suffix or '(none)'!r}; allowed are {', '.join(FILE_SUFFIXES)}. Convert or "
+            f"rename the file"
         )
     try:
         if path.stat().st_size == 0:
@@ -276,7 +279,8 @@ def _open_named(source: DataSource, *, columns: Sequence[str]) -> RowTable:
     name = source.path + (f" ({source.subset})" if source.subset else "")
     try:
         loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
-    except Exception as error:  # noqa: BLE001 - a vendor's loader raises anything; all of it is about the data that was named
+    except Exception as error:
+        # The loader raises anything, and all of it is about the data that was named.
         raise DataError(
             f"{name}: `datasets.load_dataset` could not load it: {type(error).__name__}: {error}. Give a file "
             f"({', '.join(FILE_SUFFIXES)}), or the name of a data set with its `subset` and `split`"
@@ -294,8 +298,12 @@ def _open_named(source: DataSource, *, columns: Sequence[str]) -> RowTable:
 
 def _looks_like_file(path: str) -> bool:
     """Whether a path that does not exist was meant as a file rather than as the name of a data set."""
-    return path.startswith(("/", "./", "../", "~")) or path.lower().endswith(
-        (*FILE_SUFFIXES, ".csv", ".txt", ".arrow", ".gz")
+    # Names on the hub have one slash at most. Asking the hub for a misspelled file takes half a minute.
+    return (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or path.lower().endswith((*FILE_SUFFIXES, ".csv", ".txt", ".arrow", ".gz"))
+        or ("/" in path and Path(path).parent.is_dir())
     )
 
 

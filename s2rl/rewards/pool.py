@@ -1,10 +1,10 @@
 """Grades completions in a pool of processes; each call of a reward function has a time limit.
 
-A call is one function on one completion. Calls that wait are handed out in lots, small enough that a lot takes about
-`_LOT_S`; results come back one by one, so the limit is kept per call and a lost process costs one call only:
+A call is one function on one completion. Calls that wait are handed out in lots, small enough for a lot to take about
+`_LOT_S`. Results come back one by one, so the limit is kept per call and a lost process costs one call only:
 
-- a call over its limit: its process is killed, the call scores zero with `grader_timeout`, the rest of its lot is graded
-  by another process;
+- a call over its limit: its process is killed, the call scores zero with `grader_timeout`, the rest of its lot is
+  graded by another process;
 - a call that raises, returns something that is no finite score, or takes its process down: zero with `grader_error`.
 
 Written for this purpose instead of taken from `multiprocessing` or pebble: their children import the user's main
@@ -19,13 +19,14 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from s2rl.config.schema import GradingConfig
 from s2rl.errors import ConfigError, RunError
 from s2rl.rewards.base import RewardInput
+from s2rl.rewards.calls import Batch, Call, Counters, GradingStats, Job, Worker
 from s2rl.rewards.plan import RewardPlan
 from s2rl.rewards.process import GraderProcess
 from s2rl.rewards.wire import BEGAN, CallMessage, ReadyMessage, ResultMessage, StartMessage
@@ -45,73 +46,6 @@ _MAX_LOST = 3
 _ZERO = Score(total=0.0)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Counters:
-    calls: int = 0
-    timeouts: int = 0
-    errors: int = 0
-    restarts: int = 0
-    seconds: float = 0.0
-    last_error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradingStats:
-    """Counters since the start of the pool."""
-
-    calls: int = 0
-    """Calls that ended, in whatever way."""
-    timeouts: int = 0
-    errors: int = 0
-    restarts: int = 0
-    """Processes that were replaced."""
-    seconds: float = 0.0
-    """Time spent in reward functions, over all processes."""
-    waiting: int = 0
-    """Calls that have not ended."""
-    last_error: str = ""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
-    """One completion being graded."""
-
-    completion: Completion
-    waiting: int
-    batch: _Batch
-    scores: dict[int, Score] = field(default_factory=dict)
-    status: RolloutStatus = RolloutStatus.SCORED
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Batch:
-    """One request to grade completions."""
-
-    future: asyncio.Future[None]
-    waiting: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Call:
-    message: CallMessage
-    job: _Job
-    lost: int = 0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Worker:
-    """A process and what it was given."""
-
-    process: GraderProcess
-    ready: bool = False
-    began: bool = False
-    """It works on its lot; the first of `calls` is the one that runs."""
-    calls: deque[_Call] = field(default_factory=deque)
-    since: float = 0.0
-    """Loop time at which the running call, or the start, began."""
-    timer: asyncio.TimerHandle | None = None
-
-
 class GradingPool:
     """`start`, then `grade` from any number of tasks of one event loop, then `close`."""
 
@@ -122,13 +56,13 @@ class GradingPool:
         self._num_processes = config.processes
         self._log_path = log_path
         self._start_message = StartMessage(tuple((f.function, dict(f.args)) for f in config.functions))
-        self._workers: dict[GraderProcess, _Worker] = {}
-        self._pending: deque[_Call] = deque()
+        self._workers: dict[GraderProcess, Worker] = {}
+        self._pending: deque[Call] = deque()
         self._ids = itertools.count()
         self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._counters = _Counters()
-        self._batches: set[_Batch] = set()
+        self._counters = Counters()
+        self._batches: set[Batch] = set()
         self._unreaped: set[GraderProcess] = set()
         self._call_s = _LOT_S / 4
         """Running mean of seconds per call."""
@@ -170,13 +104,13 @@ class GradingPool:
         assert functions, f"no reward function applies to {prompt.data_source!r}; RewardPlan.check was left out"
         if not completions:
             return []
-        batch = _Batch(future=asyncio.get_running_loop().create_future(), waiting=len(completions))
+        batch = Batch(future=asyncio.get_running_loop().create_future(), waiting=len(completions))
         self._batches.add(batch)
-        jobs = [_Job(completion=c, waiting=len(functions), batch=batch) for c in completions]
+        jobs = [Job(completion=c, waiting=len(functions), batch=batch) for c in completions]
         for job in jobs:
             item = _item(job.completion, prompt=prompt)
             for function in functions:
-                self._pending.append(_Call(message=CallMessage(next(self._ids), function, item), job=job))
+                self._pending.append(Call(message=CallMessage(next(self._ids), function, item), job=job))
         self._num_open += len(jobs) * len(functions)
         self._dispatch()
         try:
@@ -215,7 +149,7 @@ class GradingPool:
         process = GraderProcess(on_message=self._on_message, on_lost=self._on_lost, log_path=self._log_path)
         self._unreaped.add(process)
         await process.start()
-        worker = _Worker(process=process)
+        worker = Worker(process=process)
         self._workers[process] = worker
         process.send(self._start_message)
         self._watch(worker, limit_s=_START_LIMIT_S)
@@ -242,7 +176,7 @@ class GradingPool:
             assert isinstance(message, ReadyMessage)
             self._on_ready(worker, message)
 
-    def _on_ready(self, worker: _Worker, message: ReadyMessage) -> None:
+    def _on_ready(self, worker: Worker, message: ReadyMessage) -> None:
         if message.refusal is not None:
             self._give_up(ConfigError(message.refusal))
             return
@@ -257,7 +191,7 @@ class GradingPool:
         if worker is not None:
             self._retire(worker, reason=None)
 
-    def _watch(self, worker: _Worker, *, limit_s: float) -> None:
+    def _watch(self, worker: Worker, *, limit_s: float) -> None:
         """Look at the running call (or the start) when its time is over; one timer per process, re-armed lazily."""
         loop = asyncio.get_running_loop()
         worker.since = loop.time()
@@ -265,7 +199,7 @@ class GradingPool:
             worker.timer.cancel()
         worker.timer = loop.call_later(limit_s, self._on_timer, worker, limit_s)
 
-    def _on_timer(self, worker: _Worker, limit_s: float) -> None:
+    def _on_timer(self, worker: Worker, limit_s: float) -> None:
         worker.timer = None
         if worker.process not in self._workers or (worker.ready and not worker.calls):
             return
@@ -277,7 +211,7 @@ class GradingPool:
         else:
             self._retire(worker, reason=f"no answer within {limit_s:g} s")
 
-    def _retire(self, worker: _Worker, *, reason: str | None) -> None:
+    def _retire(self, worker: Worker, *, reason: str | None) -> None:
         """Kill a process, settle its running call, hand the others back, start another. `reason`: its time was over."""
         del self._workers[worker.process]
         worker.process.kill()
@@ -297,7 +231,7 @@ class GradingPool:
         worker.calls.clear()
         self._background(self._bury(worker, running=running, reason=reason))
 
-    async def _bury(self, worker: _Worker, *, running: _Call | None, reason: str | None) -> None:
+    async def _bury(self, worker: Worker, *, running: Call | None, reason: str | None) -> None:
         """Wait for the end of a process, settle the call that it took down, start another process."""
         code = await worker.process.wait()
         self._unreaped.discard(worker.process)
@@ -346,7 +280,7 @@ class GradingPool:
         while idle and self._pending:
             fair = -(-len(self._pending) // len(idle))
             size = max(1, min(_LARGEST_LOT, int(_LOT_S / max(self._call_s, 1e-6)), fair))
-            lot: list[_Call] = []
+            lot: list[Call] = []
             while self._pending and len(lot) < size:
                 call = self._pending.popleft()
                 if not call.job.batch.future.done():  # the caller was cancelled
@@ -356,7 +290,7 @@ class GradingPool:
             if lot:
                 self._send(idle.pop(), lot)
 
-    def _send(self, worker: _Worker, lot: list[_Call]) -> None:
+    def _send(self, worker: Worker, lot: list[Call]) -> None:
         try:
             worker.process.send([c.message for c in lot])
         except Exception as error:  # noqa: BLE001 - pickling runs code of the values in `extra`; the failure is data of the call
@@ -374,7 +308,7 @@ class GradingPool:
     async def _dispatch_later(self) -> None:
         self._dispatch()
 
-    def _fail_call(self, call: _Call, status: RolloutStatus, error: str, *, seconds: float = 0.0) -> None:
+    def _fail_call(self, call: Call, status: RolloutStatus, error: str, *, seconds: float = 0.0) -> None:
         name = self.plan.names[call.message.function]
         text = f"{name}: {error}"
         self._counters.last_error = text
@@ -388,7 +322,7 @@ class GradingPool:
         call.job.status = status
         self._finish(call, score=_ZERO, seconds=seconds)
 
-    def _finish(self, call: _Call, *, score: Score, seconds: float) -> None:
+    def _finish(self, call: Call, *, score: Score, seconds: float) -> None:
         self._counters.calls += 1
         self._counters.seconds += seconds
         self._num_open -= 1

@@ -69,7 +69,7 @@ def _grade(grader: Grader, call: CallMessage) -> ResultMessage:
     total, parts, error = 0.0, dict[str, float](), None
     try:
         total, parts = _checked(grader(call.item))
-    except BaseException as raised:  # noqa: BLE001 - a call's failure is data, sys.exit() too
+    except BaseException as raised:  # noqa: BLE001 - a failed call is data, sys.exit() too
         error = _describe(raised)
     return ResultMessage(call.call_id, total, parts, error, time.perf_counter() - began)
 
@@ -95,7 +95,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _be_a_good_child(parent: int) -> None:
-    """Die with the controller, be the first to go when memory is short, leave Ctrl-C to the controller, dump no core."""
+    """Die with the controller, go first when memory is short, leave Ctrl-C to the controller, dump no core."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
