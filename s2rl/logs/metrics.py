@@ -253,8 +253,8 @@ A key is absent where nothing was measured: `eval/...` in batches without an eva
 
 `RUN/rollouts.jsonl` holds one object per group, before any filter: `group_id`, `prompt_id`, `row`, `epoch`,
 `data_source`, `prompt`, `answer`, `fate` (`trained` or `dropped:<reason>`), `step` (the batch that trained it, or that
-was under way when it was dropped), `worker`, `taken_version`, and `rollouts`: per completion `text`, `score`, `parts`, `status`, `finish_reason`,
-`num_tokens`, `version_min`, `version_max`.
+was under way when it was dropped), `worker`, `taken_version`, and `rollouts`: per completion `index`, `text`, `score`,
+`parts`, `status`, `finish_reason`, `num_tokens`, `version_min`, `version_max`.
 """
 
 

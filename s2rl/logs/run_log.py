@@ -22,10 +22,6 @@ from s2rl.types import Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-START: Mapping[str, int] = {"metrics": 0, "rollouts": 0}
-"""Position of a run that has written nothing."""
-
-
 class RunLog:
     """Everything that a run writes and shows. Not thread-safe; belongs to the controller's thread."""
 
@@ -98,16 +94,11 @@ class RunLog:
 
     # ---- resume --------------------------------------------------------------------------------------------------
 
-    def position(self) -> dict[str, int]:
-        """How far the files are written; stored in a checkpoint."""
-        rollouts = self._rollouts.position if self._rollouts is not None else 0
-        return {"metrics": self._metrics.position, "rollouts": rollouts}
-
-    def restore(self, position: Mapping[str, int] = START) -> None:
-        """Cut the files back to `position` and show what was reached; called once, before the first row."""
-        self._metrics.truncate(position["metrics"])
+    def restore(self, step: int) -> None:
+        """Forget everything that belongs to a step after `step` and show what was reached; called once, before the first row."""
+        self._metrics.keep_steps(step)
         if self._rollouts is not None:
-            self._rollouts.truncate(min(position["rollouts"], self._rollouts.position))
+            self._rollouts.keep_steps(step)
         rows = read_lines(self.folder.metrics)
         for row in rows:
             self._state.take(row)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from s2rl.errors import CheckpointError, RunError
+from s2rl.errors import RunError
 from s2rl.logs.metrics import Metrics, MetricValue
 from s2rl.types import Prompt, Rollout, RolloutGroup
 
@@ -49,15 +49,17 @@ class JsonLines:
             ) from error
         self._position += len(line)
 
-    def truncate(self, position: int) -> None:
-        """Forget everything after `position`, as the run that is resumed does."""
-        if position > self._position:
-            raise CheckpointError(
-                f"{self.path} has {self._position} bytes, the checkpoint expects {position}: it belongs to "
-                f"another run, or "
-                "was changed. Restore the file, or start a new run with another name."
-            )
-        self._cut(position)
+    def keep_steps(self, step: int) -> None:
+        """Forget the records of later steps, as a run that is resumed at `step` does. The file is replaced as a whole."""
+        kept = self.path.with_name(self.path.name + ".kept")
+        self._file.close()
+        with self.path.open("rb") as old, kept.open("wb") as new:
+            for line in old:
+                if int(json.loads(line)["step"]) <= step:
+                    new.write(line)
+        os.replace(kept, self.path)
+        self._file = open(self.path, "ab")  # noqa: SIM115  (open for the life of the run)
+        self._position = self._file.tell()
 
     def close(self) -> None:
         """Close the file."""

@@ -98,9 +98,15 @@ class Evaluation:
             self._pool.check()
             await self._submit()
         self._finished.result()
-        prompts = {self._group_id(i): e.prompt for i, e in enumerate(self._prompts)}
-        ordered = [c for group in self._completions.values() for c in sorted(group, key=lambda c: c.index)]
-        rollouts = await self._grader.grade_many([(c, prompts[c.group_id]) for c in ordered])
+        graded = await asyncio.gather(
+            *(
+                self._grader.grade_many(
+                    sorted(self._completions[self._group_id(i)], key=lambda c: c.index), prompt=encoded.prompt
+                )
+                for i, encoded in enumerate(self._prompts)
+            )
+        )
+        rollouts = [r for group in graded for r in group]
         return self._summarise(rollouts, time.monotonic() - started), rollouts
 
     async def _submit(self) -> None:
