@@ -6,8 +6,8 @@
     woken by   the sender; all waits end within the group's limit
 
 An engine may keep tensors until a whole layer is there (vLLM's layerwise reload does), so a receive buffer that is used
-again would silently change weights that are not loaded yet. Each bucket therefore has memory of its own, which is freed
-with the last tensor of it.
+again would silently change weights that are not loaded yet. Each bucket therefore has memory of its own, which is given
+up with the last tensor of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from s2rl.sync.buckets import Bucket, BucketPlan, manifest_digest, tensor_bytes
 from s2rl.sync.fingerprint import fingerprint
 from s2rl.sync.group import SyncGroup, Transfer
 from s2rl.sync.header import ACCEPTED, HEADER_WORDS, check_header
+from s2rl.sync.memory import MemoryPool
 from s2rl.types import TensorSpec
+
+_IDLE_BUCKETS = 4
 
 
 class WeightReceiver:
@@ -33,6 +36,7 @@ class WeightReceiver:
         self._group = group
         self._plan = BucketPlan.build(manifest, bucket_bytes=group.spec.bucket_bytes)
         self._digest = manifest_digest(manifest, bucket_bytes=group.spec.bucket_bytes)
+        self._pool = MemoryPool(max_idle_bytes=_IDLE_BUCKETS * self._plan.bucket_bytes)
         self._fingerprints: dict[str, int] = {}
         self._complete = False
 
@@ -112,6 +116,8 @@ class WeightReceiver:
             yield spec.name, data.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
+        if self._group.device.type == "cpu":
+            return self._pool.take(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
 
 
