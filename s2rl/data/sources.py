@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from s2rl.config.paths import DATA_SUFFIXES, is_data_file
 from s2rl.config.schema import DataSource
 from s2rl.errors import DataError
 
-FILE_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json")
 _BATCH_ROWS = 1024
 
 
@@ -225,9 +225,9 @@ def _open_file(path: Path, *, source: DataSource, columns: Sequence[str]) -> Row
                 f"{path}: `{key}: {value}` is for named data sets; remove it, or name a data set instead of a file"
             )
     suffix = path.suffix.lower()
-    if suffix not in FILE_SUFFIXES:
+    if suffix not in DATA_SUFFIXES:
         raise DataError(
-            f"{path}: unknown extension {suffix or '(none)'!r}; allowed are {', '.join(FILE_SUFFIXES)}. Convert or "
+            f"{path}: unknown extension {suffix or '(none)'!r}; allowed are {', '.join(DATA_SUFFIXES)}. Convert or "
             f"rename the file"
         )
     try:
@@ -283,7 +283,7 @@ def _open_named(source: DataSource, *, columns: Sequence[str]) -> RowTable:
         # The loader raises anything, and all of it is about the data that was named.
         raise DataError(
             f"{name}: `datasets.load_dataset` could not load it: {type(error).__name__}: {error}. Give a file "
-            f"({', '.join(FILE_SUFFIXES)}), or the name of a data set with its `subset` and `split`"
+            f"({', '.join(DATA_SUFFIXES)}), or the name of a data set with its `subset` and `split`"
         ) from error
     if isinstance(loaded, dict):
         splits = list(loaded)
@@ -300,9 +300,9 @@ def _looks_like_file(path: str) -> bool:
     """Whether a path that does not exist was meant as a file rather than as the name of a data set."""
     # Names on the hub have one slash at most. Asking the hub for a misspelled file takes half a minute.
     return (
-        path.startswith((".", "/", "~"))
+        is_data_file(path)
         or path.count("/") > 1
-        or path.lower().endswith((*FILE_SUFFIXES, ".csv", ".txt", ".arrow", ".gz"))
+        or path.lower().endswith((*DATA_SUFFIXES, ".csv", ".txt", ".arrow", ".gz"))
         or ("/" in path and Path(path).parent.is_dir())
     )
 
@@ -311,7 +311,7 @@ def _missing_file(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f"{path}: no such file; its folder {parent} does not exist either (relative paths start at {Path.cwd()})"
-    siblings = sorted(p.name for p in parent.iterdir() if p.suffix.lower() in FILE_SUFFIXES)
+    siblings = sorted(p.name for p in parent.iterdir() if p.suffix.lower() in DATA_SUFFIXES)
     there = f"{parent} holds {', '.join(siblings[:8])}" if siblings else f"{parent} holds no data file"
     return f"{path}: no such file; {there} (relative paths start at {Path.cwd()})"
 

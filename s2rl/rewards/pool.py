@@ -89,29 +89,30 @@ class GradingPool:
 
     async def grade(self, completion: Completion, *, prompt: Prompt) -> Rollout:
         """One completion; see `grade_many`."""
-        (rollout,) = await self.grade_many([completion], prompt=prompt)
+        (rollout,) = await self.grade_many([(completion, prompt)])
         return rollout
 
-    async def grade_many(self, completions: Sequence[Completion], *, prompt: Prompt) -> list[Rollout]:
-        """Completions of one prompt, in their order. Failures of reward functions are data (`Rollout.status`).
+    async def grade_many(self, items: Sequence[tuple[Completion, Prompt]]) -> list[Rollout]:
+        """Scores in the order of `items`. Failures of reward functions are data (`Rollout.status`).
 
         The time is bounded by the calls that wait times their limit. Raises RunError when the pool is closed or its
         processes do not come up any more.
         """
         if self._failure is not None or self._closed or not self._workers:
             raise self._failure or RunError("the grading pool is not running")
-        functions = self.plan.applicable(prompt.data_source)
-        assert functions, f"no reward function applies to {prompt.data_source!r}; RewardPlan.check was left out"
-        if not completions:
+        if not items:
             return []
-        batch = Batch(future=asyncio.get_running_loop().create_future(), waiting=len(completions))
+        batch = Batch(future=asyncio.get_running_loop().create_future(), waiting=len(items))
         self._batches.add(batch)
-        jobs = [Job(completion=c, waiting=len(functions), batch=batch) for c in completions]
-        for job in jobs:
-            item = _item(job.completion, prompt=prompt)
-            for function in functions:
-                self._pending.append(Call(message=CallMessage(next(self._ids), function, item), job=job))
-        self._num_open += len(jobs) * len(functions)
+        jobs: list[Job] = []
+        for completion, prompt in items:
+            functions = self.plan.applicable(prompt.data_source)
+            assert functions, f"no reward function applies to {prompt.data_source!r}; RewardPlan.check was left out"
+            job = Job(completion=completion, waiting=len(functions), batch=batch)
+            jobs.append(job)
+            item = _item(completion, prompt=prompt)
+            self._pending.extend(Call(message=CallMessage(next(self._ids), i, item), job=job) for i in functions)
+            self._num_open += len(functions)
         self._dispatch()
         try:
             await batch.future
