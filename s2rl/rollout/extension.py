@@ -36,6 +36,9 @@ class SyncExtension:
     rank: int
     model_runner: Any
 
+    # Without a value: vLLM refuses extensions whose class attributes its worker has too.
+    _s2rl_sync: tuple[SyncGroup, WeightReceiver] | None
+
     def s2rl_die_with(self, parent_pid: int) -> None:
         """In a process of its own: be killed when the process that owns the engine is gone, however it went."""
         if os.getpid() != parent_pid:
@@ -45,19 +48,20 @@ class SyncExtension:
         """Enter the group; an older one is left. Collective."""
         self.s2rl_leave_sync()
         group = SyncGroup(replace(spec, rank=spec.rank + self.rank), device=str(self.device))
-        self.__dict__["_s2rl_sync"] = (group, WeightReceiver(group, manifest))
+        self._s2rl_sync = (group, WeightReceiver(group, manifest))
 
     def s2rl_leave_sync(self) -> None:
         """Leave the group, if in one."""
-        group, _ = self.__dict__.pop("_s2rl_sync", (None, None))
-        if group is not None:
-            group.close()
+        joined, self._s2rl_sync = getattr(self, "_s2rl_sync", None), None
+        if joined is not None:
+            joined[0].close()
 
     def s2rl_load_weights(self, version: int) -> RankLoad:
         """Receive one publication into the model. Collective."""
-        if "_s2rl_sync" not in self.__dict__:
+        joined = getattr(self, "_s2rl_sync", None)
+        if joined is None:
             raise RuntimeError(f"weights of version {version} were asked for before the weight-sync group was joined")
-        _, receiver = self.__dict__["_s2rl_sync"]
+        receiver = joined[1]
         weights = receiver.receive(version)
         unloaded = self.s2rl_reload(weights)
         for _ in weights:  # the group is of use only when every tensor was taken

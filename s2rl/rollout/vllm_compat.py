@@ -145,6 +145,8 @@ def reload(model_runner: Any, weights: Iterable[tuple[str, Any]]) -> list[str]:
     counter = _LoadCounter(model)
     with counter.counting():
         model_runner.reload_weights(weights_iterator=counter.watch(weights))
+    if _is_cpu():
+        _repack_tied_heads(model)
     return counter.unloaded(names)
 
 
@@ -170,6 +172,20 @@ def _forget_moe_kernels(model: Any) -> None:
         method = getattr(module, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def _repack_tied_heads(model: Any) -> None:
+    """vLLM 0.32 on the CPU computes logits with a packed copy of the output head, made when its own layer is loaded.
+
+    A head tied to the embedding is not loaded itself, so its copy would stay that of the first weights, with no error.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    for head in embeddings:
+        tied = any(other is not head and other.weight.data_ptr() == head.weight.data_ptr() for other in embeddings)
+        if isinstance(head, ParallelLMHead) and tied:
+            head.quant_method.process_weights_after_loading(head)
 
 
 def _rewind_cpu_generators(runner: Any) -> None:

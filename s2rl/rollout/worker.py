@@ -72,8 +72,8 @@ class RolloutWorker:
         """`extension_cls` is the dotted path of a `SyncExtension`; `start_limit_s` bounds `start`."""
         if config.kv_on_update == "keep" and config.prefix_caching:
             raise ConfigError(
-                "rollout.kv_on_update: 'keep' needs rollout.prefix_caching: false, or the prefix cache would serve keys "
-                "of another version"
+                "rollout.kv_on_update: 'keep' needs rollout.prefix_caching: false, or the prefix cache would serve "
+                "keys of another version"
             )
         self.index = index
         self._model = model
@@ -116,9 +116,8 @@ class RolloutWorker:
         self._check_alive()
         twice = [r.group_id for r in requests if r.group_id in self._live]
         if twice or len({r.group_id for r in requests}) < len(requests):
-            raise RunError(
-                f"rollout worker {self.index}: groups submitted twice: {', '.join(twice[:5]) or 'in one call'}"
-            )
+            names = ", ".join(twice[:5]) or "in one call"
+            raise RunError(f"rollout worker {self.index}: groups submitted twice: {names}")
         batch = []
         for request in requests:
             ticket = next(self._tickets)
