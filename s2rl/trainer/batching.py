@@ -75,7 +75,6 @@ def plan_batch(
                 micro_batches=tuple(MicroBatch(samples=tuple(micro)) for micro in rank),
                 num_loss_tokens=num_loss_tokens,
                 num_samples=len(samples),
-                num_samples=len(samples),
                 num_padding_tokens=padding[index],
             )
             for index, rank in enumerate(per_rank)
