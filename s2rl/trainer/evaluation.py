@@ -98,15 +98,12 @@ class Evaluation:
             self._pool.check()
             await self._submit()
         self._finished.result()
-        graded = await asyncio.gather(
-            *(
-                self._grader.grade_many(
-                    sorted(self._completions[self._group_id(i)], key=lambda c: c.index), prompt=encoded.prompt
-                )
-                for i, encoded in enumerate(self._prompts)
-            )
-        )
-        rollouts = [r for group in graded for r in group]
+        items = [
+            (completion, encoded.prompt)
+            for index, encoded in enumerate(self._prompts)
+            for completion in sorted(self._completions[self._group_id(index)], key=lambda c: c.index)
+        ]
+        rollouts = await self._grader.grade_many(items)
         return self._summarise(rollouts, time.monotonic() - started), rollouts
 
     async def _submit(self) -> None:

@@ -55,8 +55,8 @@ class PromptEncoder(Protocol):
 class Grader(Protocol):
     """Scores completions; never raises for what a reward function does."""
 
-    async def grade_many(self, completions: Sequence[Completion], *, prompt: Prompt) -> list[Rollout]:
-        """Scores of completions of one prompt, in their order."""
+    async def grade_many(self, items: Sequence[tuple[Completion, Prompt]]) -> list[Rollout]:
+        """Scores in the order of `items`."""
         ...
 
 
@@ -102,7 +102,7 @@ class TrainingRollouts:
         self._needed, self._on_finished, self._on_dropped = needed, on_finished, on_dropped
         self._progress = progress
         self._open: dict[str, _Open] = {}
-        self._ungraded: dict[str, tuple[_Open, list[Completion]]] = {}
+        self._ungraded: list[tuple[_Open, Completion]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.wake = asyncio.Event()
         self.paused = False
@@ -153,7 +153,7 @@ class TrainingRollouts:
     # ---- Sink ------------------------------------------------------------------------------------------------------
 
     def completed(self, completion: Completion) -> None:
-        """Grade it; completions of a group that arrive in the same report are graded together."""
+        """Grade it; completions that arrive in the same report are graded together."""
         group = self._open.get(completion.group_id)
         if group is None:
             return
@@ -162,7 +162,7 @@ class TrainingRollouts:
             return
         if not self._ungraded:
             asyncio.get_running_loop().call_soon(self._grade_pending)
-        self._ungraded.setdefault(completion.group_id, (group, []))[1].append(completion)
+        self._ungraded.append((group, completion))
 
     def failed(self, group_id: str, reason: str) -> None:
         """The worker cannot sample it: dropped, counted, replaced by another prompt."""
@@ -184,18 +184,17 @@ class TrainingRollouts:
             self.wake.set()
 
     def _grade_pending(self) -> None:
-        ungraded, self._ungraded = self._ungraded, {}
-        for group_id, (group, completions) in ungraded.items():
-            self._run(self._grade(group_id, group, completions))
+        items, self._ungraded = self._ungraded, []
+        self._run(self._grade(items))
 
-    async def _grade(self, group_id: str, group: _Open, completions: list[Completion]) -> None:
-        rollouts = await self._grader.grade_many(completions, prompt=group.encoded.prompt)
-        if self._open.get(group_id) is not group:
-            return  # dropped or lost while it was graded
-        for rollout in rollouts:
-            group.rollouts[rollout.completion.index] = rollout
-        if len(group.rollouts) == self._group_size:
-            self._finish(group_id, group)
+    async def _grade(self, items: list[tuple[_Open, Completion]]) -> None:
+        rollouts = await self._grader.grade_many([(completion, group.encoded.prompt) for group, completion in items])
+        for (group, completion), rollout in zip(items, rollouts, strict=True):
+            if self._open.get(completion.group_id) is not group:
+                continue  # dropped or lost while it was graded
+            group.rollouts[completion.index] = rollout
+            if len(group.rollouts) == self._group_size:
+                self._finish(completion.group_id, group)
 
     def _finish(self, group_id: str, group: _Open) -> None:
         del self._open[group_id]
