@@ -107,7 +107,7 @@ def _describe(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> st
         inner, *extra = get_args(annotation)
         return _describe(inner, [m for e in extra for m in (e.metadata if isinstance(e, FieldInfo) else [e])])
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(member, metadata) for member in get_args(annotation))
+        return " or ".join(_describe(member, metadata).removeprefix("only ") for member in get_args(annotation))
     if origin is Literal:
         values = [str(v) for v in get_args(annotation)]
         return f"only {values[0]}" if len(values) == 1 else f"one of {', '.join(values)}"

@@ -38,7 +38,8 @@ def suggestion(dotted: str) -> str:
     near = _closest(last, {name.rpartition(".")[2]: name for name in siblings}, cutoff=0.7)
     same = [name for name in names if name.rpartition(".")[2] == last]
     if not near and same:
-        near = max(same, key=lambda name: difflib.SequenceMatcher(a=plain, b=name).ratio())
+        same_top = [name for name in same if name.partition(".")[0] == plain.partition(".")[0]]
+        near = " or ".join((same_top or same)[:3])
     near = (
         near
         or _ELSEWHERE.get(last)
