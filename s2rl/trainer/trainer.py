@@ -137,26 +137,28 @@ def read_inputs(config: RunConfig) -> _Inputs:
     tokenizer = load_tokenizer(config.model)
     encoder = Encoder(tokenizer, config.data)
     check_prompts(rows, encoder)
-    eval_prompts: tuple[Encoded, ...] = ()
-    if config.eval.data:
-        held_out = load_rows(config.eval.data, columns=config.data.columns)
-        plan.check(held_out.data_sources)
-        eval_prompts = tuple(_encode_all(held_out, encoder))
-        if not eval_prompts:
-            raise DataError(
-                f"eval.data: every prompt is over data.max_prompt_tokens={config.data.max_prompt_tokens}; raise the budget"
-            )
     return _Inputs(
         stream=PromptStream(rows, seed=config.seed, shuffle=config.data.shuffle),
         encoder=encoder,
-        eval_prompts=eval_prompts,
+        eval_prompts=_encode_held_out(config, encoder, plan) if config.eval.data else (),
         first_prompts=tuple(_first(rows, encoder, _CONTRACT_PROMPTS)),
     )
 
 
-def _encode_all(rows: PromptRows, encoder: Encoder) -> list[Encoded]:
+def read_eval_prompts(config: RunConfig) -> tuple[Encoded, ...]:
+    """The held-out prompts alone, read and checked as `read_inputs` does."""
+    return _encode_held_out(config, Encoder(load_tokenizer(config.model), config.data), RewardPlan(config.rewards.functions))
+
+
+def _encode_held_out(config: RunConfig, encoder: Encoder, plan: RewardPlan) -> tuple[Encoded, ...]:
+    rows = load_rows(config.eval.data, columns=config.data.columns)
+    plan.check(rows.data_sources)
     encoded = [encoder.encode(prompt) for prompt in rows.prompts(prefix="eval-")]
-    kept = [e for e in encoded if not isinstance(e, Dropped)]
+    kept = tuple(e for e in encoded if not isinstance(e, Dropped))
+    if not kept:
+        raise DataError(
+            f"eval.data: every prompt is over data.max_prompt_tokens={config.data.max_prompt_tokens}; raise the budget"
+        )
     if len(kept) < len(encoded):
         logger.warning("%d of %d held-out prompts are over budget and left out", len(encoded) - len(kept), len(encoded))
     return kept
@@ -247,7 +249,7 @@ class _Run:
             backend=device_spec(config.device).collective,
             limit_s=config.limits.sync_s,
             probe=probe_sequence(self._inputs.first_prompts, config.sync.probe_tokens),
-            tolerance=config.sync.probe_tolerance or (1e-3 if _fp32(config) else 5e-2),
+            tolerance=probe_tolerance(config),
             tensor_parallel=config.rollout.tensor_parallel,
             progress=self._progress,
         )
@@ -433,6 +435,11 @@ def is_packed(config: RunConfig) -> bool:
     if config.learner.packing == "auto":
         return config.model.attention == "flash_attention_2"
     return config.learner.packing == "on"
+
+
+def probe_tolerance(config: RunConfig) -> float:
+    """Largest mean |difference| of the probe's log-probabilities."""
+    return config.sync.probe_tolerance or (1e-3 if _fp32(config) else 5e-2)
 
 
 def _fp32(config: RunConfig) -> bool:
