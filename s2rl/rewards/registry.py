@@ -96,7 +96,8 @@ def _check_args(function: Callable[..., Any], *, args: Mapping[str, Any], name: 
     try:
         signature.bind(None, **args)
     except TypeError as error:
+        shown = str(signature).replace("'", "")  # annotations that are kept as text
         raise ConfigError(
-            f"{key}: {name!r} cannot be called with args {dict(args)}: {error}. Its signature is {name}{signature}; "
+            f"{key}: {name!r} cannot be called with args {dict(args)}: {error}. Its signature is {name}{shown}; "
             f"the first parameter receives the RewardInput"
         ) from error
