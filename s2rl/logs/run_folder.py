@@ -84,9 +84,15 @@ class RunFolder:
         """The picture of the run."""
         return self.path / "curve.png"
 
+    @property
+    def holds_run(self) -> bool:
+        """Whether a step was trained here. What only failed to start leaves nothing to protect."""
+        has_rows = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return has_rows or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+
     def check(self, config: RunConfig) -> None:
         """Raise `ConfigError` when the folder holds a run that `config` must not go on with. Writes nothing."""
-        if not self.config.exists():
+        if not self.holds_run:
             return
         if config.checkpoint.resume == "never":
             raise ConfigError(
@@ -96,10 +102,13 @@ class RunFolder:
             )
         try:
             saved, _ = parse_yaml(self.config.read_text(encoding="utf-8"), origin=str(self.config))
-        except (ConfigError, UnicodeDecodeError):
+        except (ConfigError, OSError, UnicodeDecodeError):
             saved = None
         if not isinstance(saved, dict):
-            raise ConfigError(f"name: {self.config} is damaged. Choose another name, or remove the folder.")
+            raise ConfigError(
+                f"name: {self.path} holds a run, but its config.yaml is missing or damaged. Choose another name, or "
+                "remove the folder."
+            )
         conflicts = resume_conflicts(saved, config)
         if conflicts:
             raise ConfigError(

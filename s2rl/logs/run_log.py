@@ -22,6 +22,7 @@ from s2rl.types import Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+
 class RunLog:
     """Everything that a run writes and shows. Not thread-safe; belongs to the controller's thread."""
 
@@ -95,7 +96,7 @@ class RunLog:
     # ---- resume --------------------------------------------------------------------------------------------------
 
     def restore(self, step: int) -> None:
-        """Forget everything that belongs to a step after `step` and show what was reached; called once, before the first row."""
+        """Forget what belongs to a step after `step` and show what was reached; called once, before the first row."""
         self._metrics.keep_steps(step)
         if self._rollouts is not None:
             self._rollouts.keep_steps(step)

@@ -7,29 +7,23 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from s2rl.errors import RunError
+from s2rl.errors import CheckpointError, RunError
 from s2rl.logs.metrics import Metrics, MetricValue
 from s2rl.types import Prompt, Rollout, RolloutGroup
 
 
 class JsonLines:
-    """Appends JSON objects to a file. The position is a number of bytes, always at the end of a line."""
+    """Appends JSON objects to a file, one per line."""
 
     def __init__(self, path: Path) -> None:
         """Opens `path` at its end; a last line that a killed process left unfinished is cut off."""
         self.path = path
-        self._file: BinaryIO = open(path, "ab")  # noqa: SIM115  (open for the life of the run)
-        self._position = self._file.tell()
+        self._open()
         self._cut(_end_of_last_line(path, size=self._position))
-
-    @property
-    def position(self) -> int:
-        """Bytes written so far."""
-        return self._position
 
     @property
     def closed(self) -> bool:
@@ -40,30 +34,49 @@ class JsonLines:
         """Write one line; raises `RunError` when it cannot be written, and leaves no half line behind."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
         try:
-            self._file.write(line)
-            self._file.flush()
+            rest = memoryview(line)
+            while rest:  # an unbuffered write may be a short one
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._cut(self._position)
-            raise RunError(
-                f"{self.path} cannot be written: {error.strerror}. The last checkpoint is unharmed."
-            ) from error
+            raise self._unwritable(error) from error
         self._position += len(line)
 
     def keep_steps(self, step: int) -> None:
-        """Forget the records of later steps, as a run that is resumed at `step` does. The file is replaced as a whole."""
+        """Forget the records of later steps, as a run that is resumed at `step` does. The file is replaced whole."""
         kept = self.path.with_name(self.path.name + ".kept")
-        self._file.close()
-        with self.path.open("rb") as old, kept.open("wb") as new:
-            for line in old:
-                if int(json.loads(line)["step"]) <= step:
-                    new.write(line)
-        os.replace(kept, self.path)
-        self._file = open(self.path, "ab")  # noqa: SIM115  (open for the life of the run)
-        self._position = self._file.tell()
+        try:
+            with self.path.open("rb") as old, kept.open("wb") as new:
+                for number, line in enumerate(old, start=1):
+                    if self._step_of(line, number) <= step:
+                        new.write(line)
+            self._file.close()
+            os.replace(kept, self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        finally:
+            kept.unlink(missing_ok=True)
+        self._open()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _open(self) -> None:
+        # Without a buffer: what could not be written must not come back at the next write.
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (open for the life of the run)
+        self._position = self._file.tell()
+
+    def _step_of(self, line: bytes, number: int) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(
+                f"{self.path}, line {number}: not a record of this run. Move the file away, or choose another name."
+            ) from None
+
+    def _unwritable(self, error: OSError) -> RunError:
+        return RunError(f"{self.path} cannot be written: {error.strerror}. The last checkpoint is unharmed.")
 
     def _cut(self, position: int) -> None:
         os.ftruncate(self._file.fileno(), position)
