@@ -95,7 +95,9 @@ class QueueSnapshot:
 class SampleQueue:
     """See the module docstring. `depth` (groups outstanding at once) may be lowered and raised at any time."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, updates_per_batch: int = 1, version: int = 0) -> None:
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, updates_per_batch: int = 1, version: int = 0
+    ) -> None:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.updates_per_batch = updates_per_batch
@@ -198,15 +200,10 @@ class SampleQueue:
         """Whether the group is neither trained nor dropped."""
         return group_id in self._entries
 
-    def reassign(self, worker: int) -> list[str]:
-        """A worker is gone: its groups wait again (their tokens are lost, their slots stay charged)."""
-        lost = [e for e in self._entries.values() if e.state is GroupState.IN_FLIGHT and e.worker == worker]
-        for entry in lost:
-            self._wait_again(entry)
-        return [e.group_id for e in lost]
-
-    @staticmethod
-    def _wait_again(entry: _Entry) -> None:
+    def requeue(self, group_id: str) -> None:
+        """Its worker is gone: the group waits again (its tokens are lost, its slot stays charged)."""
+        entry = self._entries[group_id]
+        assert entry.state is GroupState.IN_FLIGHT, (group_id, entry.state)
         entry.state = GroupState.WAITING
         entry.worker = entry.taken_version = entry.deadline = entry.group = None
 
@@ -222,9 +219,7 @@ class SampleQueue:
         if len(batch) < self.groups_per_step:
             return None
         chosen = {e.group_id for e in batch}
-        remaining = [
-            e.deadline for e in self._entries.values() if e.deadline is not None and e.group_id not in chosen
-        ]
+        remaining = [e.deadline for e in self._entries.values() if e.deadline is not None and e.group_id not in chosen]
         if not self._feasible(remaining, self.version + self.updates_per_batch):
             return None
         for entry in batch:
@@ -241,9 +236,12 @@ class SampleQueue:
         self.version += self.updates_per_batch
 
     def blocking(self) -> list[str]:
-        """Groups that a hand-out waits for: in flight, with the earliest deadlines. For messages."""
+        """What a hand-out waits for: groups in flight, earliest deadlines first, each with its worker. For messages."""
         flying = [e for e in self._entries.values() if e.state is GroupState.IN_FLIGHT]
-        return [e.group_id for e in sorted(flying, key=lambda e: (e.deadline, e.order))]
+        return [
+            f"{e.group_id} at rollout worker {e.worker} since version {e.taken_version}"
+            for e in sorted(flying, key=lambda e: (e.deadline, e.order))
+        ]
 
     # ---- accounting ------------------------------------------------------------------------------------------------
 

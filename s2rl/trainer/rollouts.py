@@ -172,7 +172,7 @@ class TrainingRollouts:
         """Its worker died: it waits again."""
         group = self._open.pop(request.group_id, None)
         if group is not None:
-            self._queue.reassign(group.worker)
+            self._queue.requeue(request.group_id)
             self.wake.set()
 
     def _drop(self, group_id: str, reason: str) -> None:
@@ -217,7 +217,11 @@ class TrainingRollouts:
 
         def done(finished: asyncio.Task[None]) -> None:
             self._tasks.discard(finished)
-            if not finished.cancelled() and (error := finished.exception()) is not None and not self._pool.failure.done():
+            if (
+                not finished.cancelled()
+                and (error := finished.exception()) is not None
+                and not self._pool.failure.done()
+            ):
                 self._pool.failure.set_exception(error)
                 self._on_finished()
 
