@@ -41,7 +41,8 @@ class Host:
     """Runs inside an actor process: owns one object and the threads that its methods run in.
 
     A coroutine method runs in the actor's event loop. A plain method runs in a thread of the lane it is called on; each
-    lane is one thread for the life of the process, so that a device context or a collective always sees the same thread.
+    lane is one thread for the life of the process, so that a device context or a collective always sees the
+    same thread.
     """
 
     def __init__(self, *, name: str, log_file: str | None, env: Mapping[str, str]) -> None:
@@ -103,7 +104,8 @@ class Actor:
         self.pid = await self._wait(self._actor.build.remote(factory, kwargs), "build", limit_s)
 
     async def call(self, method: str, *args: Any, limit_s: float, lane: str = "main", **kwargs: Any) -> Any:
-        """Call a method; raises what it raised, `ActorDied` when the process is gone, `StalledError` after `limit_s`."""
+        """Call a method; raises what it raised, `ActorDied` when the process is gone, `StalledError` after
+        `limit_s`."""
         return await self._wait(self._actor.call.remote(method, args, kwargs, lane), method, limit_s)
 
     async def address(self, *, limit_s: float) -> str:
@@ -130,7 +132,11 @@ class Actor:
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, Exception) else RunError(f"{self.name}.{method}: {error}")) from error
-        except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.RaySystemError) as error:
+        except (
+            ray.exceptions.RayActorError,
+            ray.exceptions.WorkerCrashedError,
+            ray.exceptions.RaySystemError,
+        ) as error:
             raise ActorDied(f"{self.name} died during {method}(): {_first_line(error)}") from error
 
 
@@ -180,7 +186,11 @@ class Cluster:
         self._temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
         self._start_reaper(self._temp_dir)
         ray.init(
-            address="local", _node_ip_address="127.0.0.1", object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(self._temp_dir), **common
+            address="local",
+            _node_ip_address="127.0.0.1",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=str(self._temp_dir),
+            **common,
         )
 
     def _start_reaper(self, temp_dir: Path) -> None:
@@ -204,7 +214,8 @@ class Cluster:
         for resource, amount in needs.items():
             if amount > have.get(resource, 0):
                 raise ConfigError(
-                    f"the run needs {amount:g} {resource} devices (rollout.workers x rollout.tensor_parallel + learner.ranks), "
+                    f"the run needs {amount:g} {resource} devices (rollout.workers x rollout.tensor_parallel + "
+                    f"learner.ranks), "
                     f"the cluster has {have.get(resource, 0):g}; lower one of the three or add nodes"
                 )
 

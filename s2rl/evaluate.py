@@ -1,7 +1,8 @@
 """`s2rl eval`: a held-out file on a saved checkpoint, with real engines.
 
 A training checkpoint is evaluated as it was trained: one learner process restores the shards and publishes them to the
-rollout workers through the same proven weight sync that training uses. A plain model folder goes straight into the engines.
+rollout workers through the same proven weight sync that training uses. A plain model folder goes straight into
+the engines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from s2rl.config import RunConfig, check_files, check_machine, load_config
 from s2rl.device import device_spec
 from s2rl.errors import ConfigError
 from s2rl.rewards.pool import GradingPool
-from s2rl.trainer.evaluation import Evaluation, EvalResult
+from s2rl.trainer.evaluation import EvalResult, Evaluation
 from s2rl.trainer.loop import eval_sampling
 from s2rl.trainer.parts import LearnerHandle, WorkerHandle
 from s2rl.trainer.placement import RayPlacement
@@ -84,14 +85,17 @@ def _configured(
     if config is None:
         if checkpoint is None:
             raise ConfigError(
-                f"--ckpt {ckpt}: a model folder does not say how to grade. Give --config with the YAML file of a run: its rewards, "
+                f"--ckpt {ckpt}: a model folder does not say how to grade. Give --config with the YAML file of "
+                f"a run: its rewards, "
                 "columns and budgets are used"
             )
         config = checkpoint.run_dir / "config.yaml"
     if not data.is_file():
         raise ConfigError(f"--data {data}: no such file")
     run = load_config(config, overrides)
-    source = run.data.train[0].model_copy(update={"path": str(data.absolute()), "split": None, "subset": None, "limit": limit})
+    source = run.data.train[0].model_copy(
+        update={"path": str(data.absolute()), "split": None, "subset": None, "limit": limit}
+    )
     return run.model_copy(update={"eval": run.eval.model_copy(update={"data": (source,)})})
 
 

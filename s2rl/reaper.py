@@ -1,8 +1,9 @@
 """Ends what a run leaves behind, however the run ended.
 
-Started by `cluster.py` as a small process of its own session, with a pipe from the run. When the pipe closes (the run said
-goodbye, or was killed with -9) every process that carries the run's mark in its environment is ended and the run's
-temporary folder is removed. It needs nothing but the standard library, so it is run as a file: `python -I -S reaper.py MARK FOLDER`.
+Started by `cluster.py` as a small process of its own session, with a pipe from the run. When the pipe closes (the run
+said goodbye, or was killed with -9) every process that carries the run's mark in its environment is ended and the run's
+temporary folder is removed. It needs nothing but the standard library, so it is run as a file:
+`python -I -S reaper.py MARK FOLDER`.
 """
 
 from __future__ import annotations

@@ -189,7 +189,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples that go through one forward and backward on one rank. May be empty: the rank then joins the collectives only."""
+    """Samples that go through one forward and backward on one rank. May be empty: the rank then joins the
+    collectives only."""
 
     samples: tuple[Sample, ...]
 

@@ -26,7 +26,8 @@ class BatchPlan:
     rank_batches: tuple[RankBatch, ...]
     num_samples: int
     num_skipped_samples: int
-    """Samples without effect on the gradient (advantage exactly zero, no KL term): counted in every denominator, not computed."""
+    """Samples without effect on the gradient (advantage exactly zero, no KL term): counted in every
+    denominator, not computed."""
     num_tokens: int
     """Prompt and completion tokens that are computed."""
     padding_fraction: float

@@ -1,7 +1,9 @@
 """When checkpoints are taken and what of the trainer goes into them.
 
-A checkpoint belongs to a step boundary: weights, optimizer and RNG are copied by the learner at the very moment at which the
-queue, the data cursor and the counters are taken here. The files are written while training goes on; the complete marker
+A checkpoint belongs to a step boundary: weights, optimizer and RNG are copied by the learner at the very
+moment at which the
+queue, the data cursor and the counters are taken here. The files are written while training goes on; the
+complete marker
 comes last, and only after the step's row stands in metrics.jsonl, so that a resumed run has no gap in its history.
 """
 
@@ -158,9 +160,7 @@ class Checkpointer:
             self._writing = None
 
 
-def restore_state(
-    state: Mapping[str, Any], outstanding: Sequence[tuple[Encoded, RolloutGroup | None]]
-) -> TrainerState:
+def restore_state(state: Mapping[str, Any], outstanding: Sequence[tuple[Encoded, RolloutGroup | None]]) -> TrainerState:
     """The inverse of what `commit` was given. Raises `CheckpointError` when a field is missing."""
     try:
         queue = state["queue"]

@@ -1,6 +1,7 @@
 """The start-up contract: engine and learner must mean the same thing before anything is trained.
 
-Compared: vocabulary size, tokenizer, special ids, and the log-probabilities of completions that every worker really sampled
+Compared: vocabulary size, tokenizer, special ids, and the log-probabilities of completions that every worker
+really sampled
 with the run's own sampling parameters against the learner's at the same temperature.
 """
 
@@ -106,9 +107,12 @@ async def check_logprobs(
     report = ContractReport(num_tokens=flat.size, mean_difference=float(flat.mean()), max_difference=float(flat.max()))
     if not np.isfinite(flat).all() or report.mean_difference > tolerance:
         raise ContractError(
-            f"engine and learner disagree on log-probabilities at temperature {sampling.temperature:g}: mean |difference| "
-            f"{report.mean_difference:.2e} (allowed {tolerance:.2e}), largest {report.max_difference:.2e}, over {flat.size} tokens. "
-            "Importance ratios would be wrong. Check that rollout.dtype and learner.dtype match and that the engine supports the model; "
+            f"engine and learner disagree on log-probabilities at temperature {sampling.temperature:g}: mean "
+            f"|difference| "
+            f"{report.mean_difference:.2e} (allowed {tolerance:.2e}), largest {report.max_difference:.2e}, over "
+            f"{flat.size} tokens. "
+            "Importance ratios would be wrong. Check that rollout.dtype and learner.dtype match and that the "
+            "engine supports the model; "
             "contract.tolerance sets the limit"
         )
     return report

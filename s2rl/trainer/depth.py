@@ -1,7 +1,8 @@
 """Pipeline depth: how many groups are outstanding, tuned below the staleness bound.
 
 The bound says how old data may get; depth decides how old it is. Deeper than what keeps the learner from waiting only
-makes data older, so the tuner goes down while batches lie finished before they are needed and up when the learner waits.
+makes data older, so the tuner goes down while batches lie finished before they are needed and up when the
+learner waits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class DepthTuner:
     _calm: int = 0
 
     def observe(self, *, idle_s: float, step_s: float, spare_groups: int) -> int:
-        """One step is over. `spare_groups`: finished groups left when its batch was handed out. Returns the new depth."""
+        """One step is over. `spare_groups`: finished groups left when its batch was handed out. Returns the
+        new depth."""
         stride = max(1, math.ceil(self.groups_per_step / 4))
         if step_s > 0 and idle_s / step_s > self.idle_share:
             self._calm = 0

@@ -1,6 +1,7 @@
 """Held-out evaluation on the rollout workers while training goes on.
 
-An evaluation belongs to one version: it starts right after that version is proven on the workers and the next publication
+An evaluation belongs to one version: it starts right after that version is proven on the workers and the next
+publication
 waits for it, so that every token of it is sampled by that version. Training rollouts go on beside it.
 """
 

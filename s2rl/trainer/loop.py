@@ -25,7 +25,7 @@ from s2rl.errors import RunError
 from s2rl.trainer.batching import BatchPlan, plan_batch, samples_of
 from s2rl.trainer.checkpointing import Checkpointer
 from s2rl.trainer.depth import DepthTuner
-from s2rl.trainer.evaluation import Evaluation, EvaluationSlot, EvalResult
+from s2rl.trainer.evaluation import EvalResult, Evaluation, EvaluationSlot
 from s2rl.trainer.parts import LearnerHandle
 from s2rl.trainer.pool import RolloutPool
 from s2rl.trainer.queue import SampleQueue
@@ -98,9 +98,7 @@ class TrainingLoop:
         self._checkpointer, self._log, self._progress = checkpointer, log, progress
         self.state = state
         self._packed = packed
-        self._tuner = DepthTuner(
-            groups_per_step=queue.groups_per_step, max_depth=queue.max_depth, depth=queue.depth
-        )
+        self._tuner = DepthTuner(groups_per_step=queue.groups_per_step, max_depth=queue.max_depth, depth=queue.depth)
         self._rollouts: TrainingRollouts | None = None
         self._evaluation = EvaluationSlot()
         self._held_row: dict[str, float | int | bool | None] | None = None
@@ -147,7 +145,10 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Train until the configured steps are done, the accuracy is reached, or `stop` is set."""
-        background = [asyncio.create_task(self._guard(self.rollouts.feed())), asyncio.create_task(self._guard(self._tick()))]
+        background = [
+            asyncio.create_task(self._guard(self.rollouts.feed())),
+            asyncio.create_task(self._guard(self._tick())),
+        ]
         try:
             if self.state.step == 0 and self._eval_due(0) and self._config.eval.at_start:
                 self._held_row = {"step": 0, "version": self._queue.version}
@@ -197,7 +198,8 @@ class TrainingLoop:
             if groups is not None:
                 return groups
             self._progress.check(
-                f"the learner, for a batch of {self._queue.groups_per_step} groups; the queue holds {self._queue.counts}; "
+                f"the learner, for a batch of {self._queue.groups_per_step} groups; the queue holds "
+                f"{self._queue.counts}; "
                 f"in flight with the earliest deadlines: {self._queue.blocking()[:4]}"
             )
             self._changed.clear()
@@ -225,11 +227,12 @@ class TrainingLoop:
         outcome = await self._publish_if_due(result.version)
         row = self._row(groups, samples, plan, result, staleness, outcome)
         row |= {"time/learner_idle_s": idle_s, "time/train_s": trained_at - started}
-        row["time/step_s"] = time.monotonic() - self._wait_started
+        step_s = time.monotonic() - self._wait_started
+        row["time/step_s"] = step_s
         for group in groups:
             self._log.group(group, fate="trained", step=self.state.step)
         if self._config.staleness.depth == "auto":
-            self._queue.depth = self._tuner.observe(idle_s=idle_s, step_s=float(row["time/step_s"]), spare_groups=spare)
+            self._queue.depth = self._tuner.observe(idle_s=idle_s, step_s=step_s, spare_groups=spare)
         self._held_row = row
         if outcome is not None and self._eval_due(self.state.step):
             self._start_evaluation()
@@ -261,14 +264,21 @@ class TrainingLoop:
         worst = int(ages.max())
         if worst > self._queue.max_staleness or ages.min() < 0:
             raise RunError(
-                f"a token of staleness {worst if worst > self._queue.max_staleness else int(ages.min())} reached the learner at "
-                f"version {version}; staleness.max_staleness is {self._queue.max_staleness}. This is a defect: nothing was trained on it"
+                f"a token of staleness {worst if worst > self._queue.max_staleness else int(ages.min())} "
+                f"reached the learner at "
+                f"version {version}; staleness.max_staleness is {self._queue.max_staleness}. This is a defect: "
+                f"nothing was trained on it"
             )
         return {"staleness/max": worst, "staleness/mean": float(ages.mean())}
 
     async def _publish_if_due(self, version: int) -> SyncOutcome | None:
         step, config = self.state.step, self._config
-        if step % config.sync.every and not self._eval_due(step) and step != config.steps and not self._pool.needs_rejoin:
+        if (
+            step % config.sync.every
+            and not self._eval_due(step)
+            and step != config.steps
+            and not self._pool.needs_rejoin
+        ):
             return None
         outcome = await self._sync.publish(version)
         self.rollouts.wake.set()
@@ -345,7 +355,9 @@ class TrainingLoop:
             "reward/mixed_groups": float((scores.std(axis=1) > 0).mean()),
             "rollout/length_mean": float(np.mean(lengths)),
             "rollout/length_max": int(max(lengths)),
-            "rollout/truncated": float(np.mean([r.completion.finish_reason == "length" for g in groups for r in g.rollouts_G])),
+            "rollout/truncated": float(
+                np.mean([r.completion.finish_reason == "length" for g in groups for r in g.rollouts_G])
+            ),
             "queue/drawn": counts.drawn,
             "queue/waiting": counts.waiting,
             "queue/in_flight": counts.in_flight,

@@ -105,7 +105,9 @@ class LearnerActors:
         self._limits = config.limits
         self._address = address
 
-    async def _each(self, method: str, argss: Sequence[tuple[Any, ...]], *, limit_s: float, lane: str = "main") -> list[Any]:
+    async def _each(
+        self, method: str, argss: Sequence[tuple[Any, ...]], *, limit_s: float, lane: str = "main"
+    ) -> list[Any]:
         """One call per rank. The first failure wins at once: its peers may hang in a collective for ever."""
         tasks = [
             asyncio.create_task(actor.call(method, *args, limit_s=limit_s, lane=lane))
@@ -233,7 +235,10 @@ class RayPlacement:
         actors = await asyncio.gather(
             *(
                 self._cluster.spawn(
-                    f"learner-{rank}", env=process_env(config.learner.threads), resources=self._claim(1), limit_s=limit_s
+                    f"learner-{rank}",
+                    env=process_env(config.learner.threads),
+                    resources=self._claim(1),
+                    limit_s=limit_s,
                 )
                 for rank in range(config.learner.ranks)
             )

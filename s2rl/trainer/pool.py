@@ -84,8 +84,8 @@ class PoolTotals:
 class RolloutPool:
     """See the module docstring.
 
-    `replace(index)` builds a started replacement for a dead worker. `on_replaced` is called when one stands ready: it has
-    no weights yet and must be taken into the sync group.
+    `replace(index)` builds a started replacement for a dead worker; it has no weights yet, so `needs_rejoin` is set until it
+    is taken into the sync group.
     """
 
     def __init__(
@@ -196,7 +196,9 @@ class RolloutPool:
         slot.alive = False
         slot.version = None
         self._progress.failed(f"rollout worker {slot.handle.index}", error)
-        logger.warning("rollout worker %d is gone (%s); %d groups go to others", slot.handle.index, error, len(slot.assigned))
+        logger.warning(
+            "rollout worker %d is gone (%s); %d groups go to others", slot.handle.index, error, len(slot.assigned)
+        )
         lost = list(slot.assigned.values())
         slot.assigned.clear()
         for assignment in lost:
@@ -207,7 +209,8 @@ class RolloutPool:
     async def _replacement(self, slot: WorkerSlot, error: BaseException) -> None:
         if self._restarts_left == 0:
             raise RunError(
-                f"rollout worker {slot.handle.index} died and limits.worker_restarts are used up; its last error: {error}"
+                f"rollout worker {slot.handle.index} died and limits.worker_restarts are used up; its last "
+                f"error: {error}"
             ) from error
         self._restarts_left -= 1
         # It is dead or half-dead: whatever is left of it must not load weights or answer later.

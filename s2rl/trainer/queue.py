@@ -14,11 +14,13 @@ before a group with deadline d is too old. The queue keeps this invariant for ev
     (groups taken and not yet handed out, with a deadline <= d)  <=  groups_per_step * B(d, v)
 
 where v is the version at which the next batch starts. `take` refuses a group that would break it, `hand_out` gives the
-earliest deadlines first and waits when what would remain breaks it at v + E. Since every deadline can be met at any time, no
+earliest deadlines first and waits when what would remain breaks it at v + E. Since every deadline can be met
+at any time, no
 finished group is ever thrown away for its age. The invariant with a <= v implies that at most ((S+1) // E) batches are
 outstanding; at S = E-1 this is strict on-policy training.
 
-Progress. If fewer than groups_per_step groups are outstanding then a worker at the version of the last sync can take one
+Progress. If fewer than groups_per_step groups are outstanding then a worker at the version of the last sync
+can take one
 more as long as S >= sync_every * E - 1 (checked with the configuration), and every group in flight ends or is dropped.
 """
 
@@ -158,7 +160,8 @@ class SampleQueue:
         return self._feasible([*deadlines, worker_version + self.max_staleness], self._next_start)
 
     def take(self, *, worker: int, worker_version: int) -> Encoded | None:
-        """The oldest waiting prompt, now in flight at `worker`; None when there is none or the deadline rule forbids it."""
+        """The oldest waiting prompt, now in flight at `worker`; None when there is none or the deadline rule
+        forbids it."""
         waiting = min(
             (e for e in self._entries.values() if e.state is GroupState.WAITING), key=lambda e: e.order, default=None
         )
@@ -276,7 +279,8 @@ class SampleQueue:
         )
 
     def restore(self, snapshot: QueueSnapshot) -> None:
-        """Continue from `snapshot`. Unfinished groups wait again; so does a finished one that a smaller bound forbids."""
+        """Continue from `snapshot`. Unfinished groups wait again; so does a finished one that a smaller bound
+        forbids."""
         assert not self._entries and self._drawn == 0, "restore into a used queue"
         self.version = snapshot.version
         self._drawn, self._trained = snapshot.drawn, snapshot.trained

@@ -2,10 +2,10 @@
 
 Loop `feed`
     consumes: the prompt stream                produces: groups in flight at the workers
-    waits for: room in the queue, a worker     woken by: `wake` (slot freed, version moved, group ended, worker replaced)
+    waits for: room in the queue, a worker     woken by: `wake` (slot freed, version moved, group ended, new worker)
 
-Completions come back through the pool's calls (`Sink`); each is graded as it arrives, and the last one of a group puts the
-group into the queue as finished.
+Completions come back through the pool's calls (`Sink`); each is graded as it arrives, and the last one of a group puts
+the group into the queue as finished.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class _Open:
 
 
 def group_seed(seed: int, prompt_id: str) -> int:
-    """Sampling seed of a draw: fixed by the run's seed and the prompt id, so that a resumed run draws alike. 31 bits."""
+    """Sampling seed of a draw: fixed by the run's seed and the prompt id, so that a resumed run draws alike.
+    31 bits."""
     digest = hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x3FFFFFFF
 

@@ -1,6 +1,7 @@
 """Weight sync: published by the learner, loaded by every worker, proven before anything goes on.
 
-`connect` builds the one process group; `publish` streams, compares fingerprints and the probe, and only then tells the pool
+`connect` builds the one process group; `publish` streams, compares fingerprints and the probe, and only then
+tells the pool
 that a worker runs the version. A worker that dies meanwhile costs the group: it is rebuilt once a replacement stands.
 """
 
@@ -97,7 +98,10 @@ class WeightSync:
             while not self._pool.alive:
                 self._pool.check()
                 await within(
-                    self._any_alive(), limit_s=self._limit_s, who="weight sync", what="a replacement for a dead rollout worker"
+                    self._any_alive(),
+                    limit_s=self._limit_s,
+                    who="weight sync",
+                    what="a replacement for a dead rollout worker",
                 )
             if self._pool.needs_rejoin:
                 continue
@@ -143,7 +147,8 @@ class WeightSync:
         )
 
     async def _prove(self, version: int, slots: Sequence[WorkerSlot]) -> float | None:
-        """Largest mean |difference| of the probe over workers; None when one died. Raises `SyncError` when one disagrees."""
+        """Largest mean |difference| of the probe over workers; None when one died. Raises `SyncError` when one
+        disagrees."""
         results = await within(
             asyncio.gather(
                 self._learner.score([self._probe], 1.0),

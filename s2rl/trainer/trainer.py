@@ -97,7 +97,8 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train, or go on from the run folder's last complete checkpoint.
 
-        Raises `UserError` for what the user can mend, `RunError` when going on would risk wrong results, and `Interrupted`
+        Raises `UserError` for what the user can mend, `RunError` when going on would risk wrong results, and
+        `Interrupted`
         after SIGINT or SIGTERM, when the checkpoint of the last step is complete.
         """
         config = self.config
@@ -147,7 +148,9 @@ def read_inputs(config: RunConfig) -> _Inputs:
 
 def read_eval_prompts(config: RunConfig) -> tuple[Encoded, ...]:
     """The held-out prompts alone, read and checked as `read_inputs` does."""
-    return _encode_held_out(config, Encoder(load_tokenizer(config.model), config.data), RewardPlan(config.rewards.functions))
+    return _encode_held_out(
+        config, Encoder(load_tokenizer(config.model), config.data), RewardPlan(config.rewards.functions)
+    )
 
 
 def _encode_held_out(config: RunConfig, encoder: Encoder, plan: RewardPlan) -> tuple[Encoded, ...]:
@@ -295,7 +298,8 @@ class _Run:
             raise
         except LearnerDied as error:
             raise LearnerDied(
-                f"{error}. The last complete checkpoint is {self._store_text()}; run the same command again to go on from it"
+                f"{error}. The last complete checkpoint is {self._store_text()}; run the same command again to "
+                f"go on from it"
             ) from error
         finally:
             await checkpointer.cancel()
@@ -312,9 +316,7 @@ class _Run:
             checkpoint=None if latest is None else latest.path,
         )
 
-    async def _first_sync(
-        self, sync: WeightSync, *, learner: LearnerHandle, pool: RolloutPool, version: int
-    ) -> None:
+    async def _first_sync(self, sync: WeightSync, *, learner: LearnerHandle, pool: RolloutPool, version: int) -> None:
         config = self._config
         await sync.connect()
         outcome = await sync.publish(version)
@@ -350,7 +352,9 @@ class _Run:
         queue.restore(saved.queue)
         version = await learner.load(latest.learner_dir)
         if version != queue.version:
-            raise StalledError(f"{latest.path}: the learner's files are of version {version}, the queue's of {queue.version}")
+            raise StalledError(
+                f"{latest.path}: the learner's files are of version {version}, the queue's of {queue.version}"
+            )
         self._log.restore(saved.step)
         checkpointer.resumed(saved.step)
         self._log.event(f"resumed from {latest.path} at step {saved.step}")
