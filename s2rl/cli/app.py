@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -55,6 +56,7 @@ def train(
             return
         check_machine(run)
         print_warnings(warnings)
+        _import_from_here()
         from s2rl.trainer import Trainer
 
         Trainer(run).fit()
@@ -76,6 +78,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint. What is not given comes from the evaluation settings of the checkpoint's run."""
     with _exit_codes():
+        _import_from_here()
         from s2rl.evaluate import run_evaluation
 
         print_evaluation(
@@ -104,6 +107,12 @@ def version() -> None:
                 from s2rl import __version__
 
                 typer.echo(f"s2rl {__version__}")
+
+
+def _import_from_here() -> None:
+    """Let reward functions be modules in the current directory: a console script, unlike `python -m`, does not."""
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 @contextmanager
