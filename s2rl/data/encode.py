@@ -148,7 +148,7 @@ class Encoder:
 
 
 def check_prompts(rows: PromptRows, encoder: Encoder, *, num_rows: int = 256) -> EncodeCheck:
-    """Encode the first `num_rows` rows, before any model is loaded.
+    """Encode the first `num_rows` rows and the first row of each kind, before any model is loaded.
 
     With `data.overlong: error` every row that could be too long is encoded. Raises what `Encoder.encode` raises, and
     DataError when not a single prompt fits the budget.
@@ -165,7 +165,7 @@ def check_prompts(rows: PromptRows, encoder: Encoder, *, num_rows: int = 256) ->
         return fits
 
     first = min(num_rows, len(rows))
-    for row in range(first):
+    for row in (*range(first), *(r for r in rows.first_rows if r >= first)):
         encode(row)
     if encoder.refuses_overlong:
         for row in range(first, len(rows)):

@@ -49,7 +49,7 @@ class PromptRows(Sequence[Row]):
             total += len(table)
         self._len = total
         self._data_sources: dict[str, int] = {}
-        self._has_messages = False
+        self._first_rows: dict[bool, int] = {}
         self._digest = self._check_all()
 
     @property
@@ -63,9 +63,9 @@ class PromptRows(Sequence[Row]):
         return {name: self.where(row) for name, row in self._data_sources.items()}
 
     @property
-    def has_messages(self) -> bool:
-        """Whether any row holds chat messages."""
-        return self._has_messages
+    def first_rows(self) -> tuple[int, ...]:
+        """The first row with chat messages and the first with a plain prompt, as far as there are such rows."""
+        return tuple(sorted(self._first_rows.values()))
 
     def __len__(self) -> int:
         return self._len
@@ -113,7 +113,7 @@ class PromptRows(Sequence[Row]):
             for offset, values in enumerate(table):
                 parsed = parse_row(values, columns=self._columns, where=_Where(table, offset))
                 self._data_sources.setdefault(parsed.data_source, row)
-                self._has_messages = self._has_messages or parsed.messages is not None
+                self._first_rows.setdefault(parsed.messages is not None, row)
                 hasher.update(_canonical(parsed))
                 row += 1
         log.info("checked %d rows in %.1f s", self._len, time.monotonic() - began)

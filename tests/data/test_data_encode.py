@@ -151,6 +151,15 @@ def test_the_check_looks_at_the_first_rows_only():
     assert check.num_checked == counting.calls == 10
 
 
+def test_the_check_finds_the_first_row_of_messages_however_late_it_comes():
+    table = Rows(
+        [{"prompt": "a", "answer": 1}] * 50 + [{"prompt": [{"role": "user", "content": "a"}], "answer": 1}], name="x"
+    )
+    mixed = PromptRows([table], columns=ColumnsConfig(answer="answer"))
+    with pytest.raises(ModelError, match=r"x, row 50: .*no chat template"):
+        check_prompts(mixed, Encoder(tokenizer(template=None), config()), num_rows=10)
+
+
 def test_the_check_looks_further_while_nothing_fits_and_refuses_data_that_never_does():
     encoder = Encoder(TOKENIZER, config(max_prompt_tokens=10))
     assert check_prompts(rows(*[30] * 20, 3, 30), encoder, num_rows=4).num_checked == 21

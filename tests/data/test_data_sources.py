@@ -41,14 +41,14 @@ def test_verl_parquet_is_read_as_it_is():
     assert message.role == "user" and message.content.startswith("Solve the following math problem step by step.")
     assert (prompt.text, prompt.answer, prompt.data_source) == (None, "204", "math_dapo")
     assert prompt.extra["index"] == 60 and type(prompt.extra["index"]) is int
-    assert rows.has_messages and list(rows.data_sources) == ["math_dapo"]
+    assert list(rows.data_sources) == ["math_dapo"]
 
 
 def test_gsm8k_jsonl_is_read_through_its_column_names():
     rows = load(FIXTURES / "gsm8k.jsonl", QA)
     assert len(rows) == 4
     assert rows[0].text.startswith("Janet") and rows[0].answer.endswith("#### 18")
-    assert (rows[0].messages, rows[0].data_source, rows[0].extra, rows.has_messages) == (None, "", {}, False)
+    assert (rows[0].messages, rows[0].data_source, rows[0].extra) == (None, "", {})
 
 
 def test_a_json_array_is_read():

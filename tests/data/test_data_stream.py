@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2rl.config.schema import ColumnsConfig
@@ -47,6 +47,7 @@ def test_without_shuffling_rows_come_as_they_are():
     assert draw(PromptStream(rows(3), seed=5, shuffle=False), 5) == ["0-0", "0-1", "0-2", "1-0", "1-1"]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 2**40), st.booleans())
 def test_a_stream_restored_at_any_point_goes_on_exactly(before, after, seed, shuffle):
     first = PromptStream(SEVEN, seed=seed, shuffle=shuffle)

@@ -3,7 +3,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mathruler.grader import extract_boxed_content
 
@@ -48,12 +48,14 @@ def test_the_last_number_of_a_text_is_read(text, value):
     assert last_number(text) == value
 
 
+@settings(deadline=None)
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12))
 def test_any_decimal_is_read_back_with_and_without_thousands_separators(value):
     assert last_number(f"first 17, then {value:f}.") == Fraction(value)
     assert last_number(f"first 17, then {value:,f} in total") == Fraction(value)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_numbers_are_looked_for_in_any_text_without_an_error(text):
     last_number(text)
@@ -96,6 +98,7 @@ BALANCED = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     before=st.text(alphabet="ab{}\\boxed ", max_size=30),
     content=BALANCED,
@@ -105,6 +108,7 @@ def test_a_balanced_box_is_found_whatever_stands_around_it(before, content, afte
     assert last_boxed(f"{before}\\boxed{{{content}}}{after}") == content.strip()
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["\\boxed{", "{", "}", "x", "\\", "boxed", " ", "\\{", "\\}"]), max_size=30).map("".join)
 )
@@ -112,6 +116,7 @@ def test_box_extraction_agrees_with_mathruler(text):
     assert (last_boxed(text) if last_boxed(text) is not None else "None") == extract_boxed_content(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["<think>", "</think>", "\\boxed{", "}", "x", "\n", "{"]), max_size=12).map("".join))
 def test_the_think_format_is_that_of_the_regular_expression(text):
     assert has_think_format(text) == bool(re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", text, re.DOTALL))

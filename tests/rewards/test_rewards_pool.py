@@ -104,13 +104,13 @@ async def test_several_functions_are_weighted_and_chosen_by_data_source():
 
 @pytest.mark.parametrize("action", ["loop", "swallow", "c-loop"])
 async def test_a_hung_grader_is_killed_and_costs_only_its_own_completion(action):
-    async with pool_of(BEHAVE, limit=0.5) as pool:
+    async with pool_of(BEHAVE, limit=1.0) as pool:
         hung, *others = await grade_all(pool, [action, "2", "3", "2"])
         stats = pool.stats()
     assert (hung.score.total, hung.status) == (0.0, RolloutStatus.GRADER_TIMEOUT)
     assert [(r.score.total, r.status) for r in others] == [(t, RolloutStatus.SCORED) for t in (1.0, 0.0, 1.0)]
     assert (stats.calls, stats.timeouts, stats.errors, stats.restarts, stats.waiting) == (4, 1, 0, 1, 0)
-    assert "no answer within 0.5 s" in stats.last_error
+    assert "no answer within 1 s" in stats.last_error
 
 
 async def test_a_hung_grader_takes_the_processes_it_started_with_it(tmp_path):
@@ -159,16 +159,16 @@ async def test_the_pool_survives_the_death_of_an_idle_process():
 
 
 async def test_a_slow_call_within_its_limit_is_scored_even_when_many_wait():
-    async with pool_of(BEHAVE, limit=2.0) as pool:
-        rollouts = await grade_all(pool, ["sleep 0.3"] * 10)  # 3 s in all: the limit is for each call
+    async with pool_of(BEHAVE, limit=1.5) as pool:
+        rollouts = await grade_all(pool, ["sleep 0.25"] * 8)  # 2 s in all: the limit is for each call
     assert {r.status for r in rollouts} == {RolloutStatus.SCORED}
 
 
 async def test_a_blocked_controller_is_not_taken_for_a_hung_grader():
-    async with pool_of(BEHAVE, limit=0.5) as pool:
+    async with pool_of(BEHAVE, limit=1.0) as pool:
         task = asyncio.create_task(grade_all(pool, ["2", "2", "2"]))
         await asyncio.sleep(0)
-        time.sleep(1.0)  # noqa: ASYNC251 - the point of the test
+        time.sleep(2.0)  # noqa: ASYNC251 - the point of the test
         assert [r.score.total for r in await task] == [1.0, 1.0, 1.0]
 
 
