@@ -13,7 +13,7 @@ from s2rl.config.paths import is_data_file
 from s2rl.config.schema import RunConfig
 from s2rl.errors import ConfigError
 
-ENGINE_ARGS_OF_OURS = {
+OWN_ENGINE_ARGS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "trust_remote_code": "model.trust_remote_code",
@@ -27,6 +27,12 @@ ENGINE_ARGS_OF_OURS = {
     "gpu_memory_utilization": "rollout.memory_fraction",
     "block_size": "rollout.block_size",
     "seed": "seed",
+    "async_scheduling": None,
+    "disable_log_stats": None,
+    "generation_config": None,
+    "kv_cache_memory_bytes": "rollout.kv_cache_gb",
+    "speculative_config": None,
+    "use_tqdm_on_load": None,
     "logprobs_mode": None,
     "max_logprobs": None,
     "scheduling_policy": None,
@@ -134,8 +140,8 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             "new prompts. Set rollout.prefix_caching=false or rollout.kv_on_update=recompute."
         )
     for name in rollout.engine_args:
-        if name.replace("-", "_") in ENGINE_ARGS_OF_OURS:
-            key = ENGINE_ARGS_OF_OURS[name.replace("-", "_")]
+        if name.replace("-", "_") in OWN_ENGINE_ARGS:
+            key = OWN_ENGINE_ARGS[name.replace("-", "_")]
             yield (
                 f"rollout.engine_args.{name}: s2rl sets this itself. "
                 + (f"Use {key}." if key else "Remove it; training relies on its value.")

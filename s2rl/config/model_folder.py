@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from s2rl.config.disk import read_layout
 from s2rl.errors import ModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +41,13 @@ def inspect_model(folder: Path) -> ModelFacts:
         raise ModelError(
             f"model.path: {folder / 'config.json'} names no model_type; is this a Hugging Face model folder?"
         )
-    num_parameters = num_bytes = 0
-    for file in _weight_files(folder):
-        header = _read_header(file)
-        for name, entry in header.items():
-            if name != "__metadata__":
-                num_parameters += math.prod(entry["shape"])
-                num_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+    layout = read_layout(folder)
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     return ModelFacts(
         model_type=model_type,
-        num_parameters=num_parameters,
-        num_bytes=num_bytes,
+        num_parameters=sum(math.prod(tensor.shape) for tensor in layout.values()),
+        num_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in layout.values()}),
         max_positions=None if text.get("rope_scaling") else _integer(text, "max_position_embeddings"),
         vocab_size=_integer(text, "vocab_size"),
         kv_values_per_token=_kv_values(text),
@@ -82,45 +75,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ModelError(f"model.path: {file} is not a JSON object")
     return data
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"model.path: {index} has no weight_map")
-        files = [folder / name for name in sorted(set(map(str, weight_map.values())))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ModelError(
-            f"model.path: {folder} lacks {', '.join(missing[:3])}, which its index names. Copy the folder anew."
-        )
-    if not files:
-        raise ModelError(f"model.path: {folder} holds no *.safetensors weights; other weight formats are not read")
-    return files
-
-
-def _read_header(file: Path) -> Mapping[str, Any]:
-    """The JSON header of a safetensors file, checked against the file's length."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size, _MAX_HEADER_BYTES):
-                raise ValueError("its header is longer than the file")
-            header: dict[str, Any] = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ModelError(f"model.path: {file} is not a safetensors file ({error}). Copy it anew.") from None
-    if 8 + length + end != size:
-        raise ModelError(
-            f"model.path: {file} has {size} bytes where its header promises {8 + length + end}: it is cut off or "
-            "damaged. Copy it anew."
-        )
-    return header
 
 
 def _integer(config: Mapping[str, Any], name: str) -> int | None:

@@ -44,6 +44,12 @@ class _CoreDumper(yaml.SafeDumper):
     }
 
 
+def _represent_text(dumper: _CoreDumper, text: str) -> yaml.ScalarNode:
+    # Unicode's other line separators survive in double quotes only.
+    style = '"' if any(char in text for char in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
 _PLAIN_SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -61,6 +67,7 @@ def _add_resolvers() -> None:
     for kind, pattern, first in _PLAIN_SCALARS:
         for user in (_CoreLoader, _CoreDumper):
             user.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), first)
+    _CoreDumper.add_representer(str, _represent_text)
     _CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
     _CoreLoader.add_constructor("tag:yaml.org,2002:float", _construct_float)
     for kind in ("binary", "timestamp", "omap", "pairs", "set"):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from s2rl.config.checks import OWN_ENGINE_ARGS
 from s2rl.config.schema import Device, ModelConfig, RolloutConfig
 from s2rl.errors import ConfigError
 
@@ -22,36 +23,6 @@ logger = logging.getLogger(__name__)
 
 SCORE_PLACES = 2
 """Places in the engine's batch beyond `max_num_seqs`, so that scored sequences never queue behind completions."""
-
-OWN_ENGINE_ARGS = frozenset(
-    {
-        "async_scheduling",
-        "block_size",
-        "disable_log_stats",
-        "distributed_executor_backend",
-        "dtype",
-        "enable_prefix_caching",
-        "enforce_eager",
-        "generation_config",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "logprobs_mode",
-        "max_model_len",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "model",
-        "scheduling_policy",
-        "seed",
-        "skip_tokenizer_init",
-        "speculative_config",
-        "tensor_parallel_size",
-        "tokenizer",
-        "trust_remote_code",
-        "use_tqdm_on_load",
-        "worker_extension_cls",
-    }
-)
-"""Arguments that `rollout.engine_args` must not name: they have a key of their own or would break a guarantee."""
 
 
 def environment(config: RolloutConfig, *, device: Device) -> dict[str, str]:
@@ -81,7 +52,7 @@ def engine_args(
     *, model: ModelConfig, config: RolloutConfig, device: Device, seed: int, extension_cls: str
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`. Raises ConfigError for arguments that s2rl sets itself."""
-    clash = sorted(OWN_ENGINE_ARGS & set(config.engine_args))
+    clash = sorted(OWN_ENGINE_ARGS.keys() & set(config.engine_args))
     if clash:
         raise ConfigError(
             f"rollout.engine_args.{clash[0]}: this argument is set by s2rl; use the keys of `rollout`, or leave it out"

@@ -41,10 +41,9 @@ def _header(file: Path) -> Mapping[str, Any]:
         raise ModelError(
             f"model.path: {file} is not a safetensors file or is damaged ({error}); download it again."
         ) from error
-    if file.stat().st_size < 8 + length + end:
+    if file.stat().st_size != 8 + length + end:
         raise ModelError(
-            f"model.path: {file} is cut short: {file.stat().st_size} bytes, {8 + length + end} expected; "
-            "download it again."
+            f"model.path: {file} is damaged: {file.stat().st_size} bytes, {8 + length + end} expected. Copy it anew."
         )
     return header
 
