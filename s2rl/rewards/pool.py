@@ -347,3 +347,17 @@ def _item(completion: Completion, *, prompt: Prompt) -> RewardInput:
         finish_reason=completion.finish_reason,
         num_tokens=len(completion.token_ids),
     )
+
+
+def check_functions(config: GradingConfig) -> None:
+    """Load all reward functions once, in a process that ends again: about half a second. Not for use in an event loop.
+
+    For the time before a run folder is made. Raises what `GradingPool.start` raises.
+    """
+
+    async def load() -> None:
+        pool = GradingPool(config.model_copy(update={"processes": 1}))
+        await pool.start()
+        await pool.close()
+
+    asyncio.run(load())

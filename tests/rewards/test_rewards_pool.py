@@ -14,7 +14,7 @@ import pytest
 
 from s2rl.config.schema import GradingConfig, RewardConfig
 from s2rl.errors import ConfigError, RunError
-from s2rl.rewards.pool import GradingPool
+from s2rl.rewards.pool import GradingPool, check_functions
 from s2rl.types import Completion, FinishReason, Message, Prompt, RolloutStatus
 
 BEHAVE = "rewards_for_tests:behave"
@@ -250,6 +250,13 @@ async def test_a_function_that_cannot_be_loaded_refuses_the_run_and_leaves_no_pr
     pool = GradingPool(GradingConfig(functions=(RewardConfig(function="numeric"), RewardConfig(function="nowhere:f"))))
     with pytest.raises(ConfigError, match=r"rewards\.functions\[1\]\.function: 'nowhere:f' does not import"):
         await pool.start()
+    assert not children()
+
+
+def test_functions_can_be_checked_before_anything_else_of_a_run_exists():
+    check_functions(GradingConfig(functions=(RewardConfig(function=BEHAVE, args={"scale": 2.0}),), processes=4))
+    with pytest.raises(ConfigError, match="scalee"):
+        check_functions(GradingConfig(functions=(RewardConfig(function=BEHAVE, args={"scalee": 2.0}),)))
     assert not children()
 
 
