@@ -21,7 +21,7 @@ from s2rl.device import device_spec
 from s2rl.errors import DataError, Interrupted, LearnerDied, S2rlError, StalledError
 from s2rl.logs import RunLog
 from s2rl.rewards.plan import RewardPlan
-from s2rl.rewards.pool import GradingPool
+from s2rl.rewards.pool import GradingPool, check_functions
 from s2rl.trainer.checkpointing import Checkpointer, restore_state
 from s2rl.trainer.contract import check_facts, check_logprobs
 from s2rl.trainer.loop import LoopState, TrainingLoop, train_sampling
@@ -105,6 +105,7 @@ class Trainer:
         check_files(config)
         check_machine(config)
         inputs = read_inputs(config)
+        check_functions(config.rewards)
         log = RunLog(config)
         outcome: Literal["done", "interrupted", "failed"] = "failed"
         store = CheckpointStore(log.folder.checkpoints, keep=config.checkpoint.keep, config_digest=digest(config))
@@ -156,7 +157,7 @@ def read_eval_prompts(config: RunConfig) -> tuple[Encoded, ...]:
 def _encode_held_out(config: RunConfig, encoder: Encoder, plan: RewardPlan) -> tuple[Encoded, ...]:
     rows = load_rows(config.eval.data, columns=config.data.columns)
     plan.check(rows.data_sources)
-    encoded = [encoder.encode(prompt) for prompt in rows.prompts(prefix="eval-")]
+    encoded = [encoder.encode(p, where=rows.where(p.row)) for p in rows.prompts(prefix="eval-")]
     kept = tuple(e for e in encoded if not isinstance(e, Dropped))
     if not kept:
         raise DataError(
