@@ -160,6 +160,7 @@ METRICS: tuple[Metric, ...] = (
                 "Completions with advantage zero: counted in every mean, but not computed, as they give no gradient.",
             ),
             ("tokens", "tokens", "Prompt and completion tokens that were computed."),
+            ("loss_tokens", "tokens", "Completion tokens that were computed."),
             ("micro_batches", "count", "Forward and backward passes per rank."),
             ("padding_fraction", "share", "Padding positions over all positions computed."),
         ],
@@ -235,7 +236,6 @@ METRICS: tuple[Metric, ...] = (
         "memory",
         [
             ("learner_rss_mb", "MiB", "Resident memory of the largest learner rank."),
-            ("rollout_rss_mb", "MiB", "Resident memory of the largest rollout worker."),
             ("controller_rss_mb", "MiB", "Resident memory of the process that drives the run."),
         ],
     ),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from rich.console import Console
 
 from s2rl.config import RunConfig
@@ -31,6 +32,7 @@ class RunLog:
         self.folder = RunFolder(config.run_dir)
         self.folder.open(config)
         self._config = config
+        self._process = psutil.Process()
         self._metrics = JsonLines(self.folder.metrics)
         self._rollouts = JsonLines(self.folder.rollouts) if config.logging.rollouts else None
         self._sinks: list[Sink] = []
@@ -63,8 +65,11 @@ class RunLog:
     # ---- what happened -----------------------------------------------------------------------------------------
 
     def step(self, metrics: Metrics) -> None:
-        """One row of metrics.jsonl; needs the key `step`. NaN and infinities are written as null."""
-        row = plain_metrics(metrics)
+        """One row of metrics.jsonl; needs the key `step`. NaN and infinities are written as null.
+
+        The controller's own memory is added: this process is the controller.
+        """
+        row = plain_metrics({**metrics, "memory/controller_rss_mb": self._process.memory_info().rss / 2**20})
         step = row["step"]
         assert isinstance(step, int), step
         self._metrics.append(row)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -36,6 +38,13 @@ from s2rl.types import (
 )
 
 MakeConfig = Callable[..., RunConfig]
+
+
+def rows_of(config: RunConfig) -> list[dict]:
+    """Rows of metrics.jsonl without the one number that every machine has its own of."""
+    rows = read_lines(config.run_dir / "metrics.jsonl")
+    assert all(row.pop("memory/controller_rss_mb") > 10 for row in rows)
+    return rows
 
 
 def make_group(prompt_id: str = "0-3") -> RolloutGroup:
@@ -76,9 +85,7 @@ def test_a_step_is_on_disk_as_soon_as_it_is_logged(make_config: MakeConfig) -> N
     config = make_config()
     log = RunLog(config, console=quiet())
     log.step({"step": 1, "version": np.int64(1), "reward/mean": np.float32(0.5), "sync/verified": True})
-    assert read_lines(config.run_dir / "metrics.jsonl") == [
-        {"step": 1, "version": 1, "reward/mean": 0.5, "sync/verified": True}
-    ]
+    assert rows_of(config) == [{"step": 1, "version": 1, "reward/mean": 0.5, "sync/verified": True}]
     log.close()
 
 
@@ -87,12 +94,8 @@ def test_numbers_that_do_not_exist_are_null_so_that_the_file_is_json(make_config
     log = RunLog(config, console=quiet())
     log.step({"step": 1, "loss/total": float("nan"), "optim/grad_norm": np.float32("inf"), "reward/mean": None})
     log.close()
-    assert json.loads((config.run_dir / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == {
-        "step": 1,
-        "loss/total": None,
-        "optim/grad_norm": None,
-        "reward/mean": None,
-    }
+    json.loads((config.run_dir / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert rows_of(config) == [{"step": 1, "loss/total": None, "optim/grad_norm": None, "reward/mean": None}]
 
 
 def test_every_group_is_written_with_its_texts_scores_versions_and_fate(make_config: MakeConfig) -> None:
@@ -359,7 +362,11 @@ def test_wandb_gets_the_rows_and_a_resumed_run_the_same_id(
 
     first, row, end, second = wandb.calls[:4]
     assert (first["project"], first["name"], first["id"]) == ("p", "t", None)
-    assert row == (1, {"step": 1, "reward/mean": 0.5})
+    assert row[0] == 1 and row[1] | {"memory/controller_rss_mb": 0} == {
+        "step": 1,
+        "reward/mean": 0.5,
+        "memory/controller_rss_mb": 0,
+    }
     assert end == "finish"
     assert second["id"] == "abc"
 
@@ -396,3 +403,28 @@ def test_nothing_of_the_log_imports_torch(tmp_path: Path) -> None:
         """
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def names_in_source() -> set[str]:
+    """Every string in the package that has the shape of a metric's name."""
+    package = Path(__file__).resolve().parents[2] / "s2rl"
+    groups = {metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name}
+    shape = re.compile(rf"(?:{'|'.join(groups)})/[a-z_]+(?:/[a-z_]*)?")
+    return {
+        node.value
+        for file in package.rglob("*.py")
+        if file.name != "metrics.py" or file.parent.name != "logs"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and shape.fullmatch(node.value)
+    }
+
+
+def test_every_metric_in_the_source_is_documented() -> None:
+    undocumented = sorted(name for name in names_in_source() if not known(name))
+    assert not undocumented
+
+
+def test_every_documented_metric_exists_in_the_source() -> None:
+    source = names_in_source()
+    invented = [m.name for m in METRICS if "/" in m.name and m.name.removesuffix("*") not in source]
+    assert not invented
