@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from s2rl.ckpt import CheckpointInfo, find_checkpoint
+from s2rl.ckpt import CheckpointInfo, find_checkpoint, verify
 from s2rl.cluster import Cluster
 from s2rl.config import RunConfig, check_files, check_machine, load_config
 from s2rl.device import device_spec
@@ -48,6 +48,8 @@ def run_evaluation(
     completion to `out`. Raises `UserError` for what the user can mend.
     """
     checkpoint = find_checkpoint(ckpt)
+    if checkpoint is not None:
+        verify(checkpoint)
     run = _configured(ckpt, checkpoint, config, overrides, data=data, limit=limit)
     changes = {"samples": samples, "temperature": temperature, "max_new_tokens": max_new_tokens}
     sampling = run.eval.sampling.model_copy(update={k: v for k, v in changes.items() if v is not None})

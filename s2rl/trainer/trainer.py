@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from s2rl.ckpt import CheckpointStore
+from s2rl.ckpt import CheckpointStore, verify
 from s2rl.cluster import Cluster
 from s2rl.config import RunConfig, check_files, check_machine, digest
 from s2rl.data.encode import Dropped, Encoder, check_prompts
@@ -347,6 +347,7 @@ class _Run:
         if latest is None:
             self._log.restore(-1)
             return LoopState()
+        await asyncio.to_thread(verify, latest)
         state, outstanding = self._store.load_trainer_state(latest)
         saved = restore_state(state, outstanding)
         self._inputs.stream.restore(saved.stream)
