@@ -11,11 +11,11 @@ from s2rl.config.machine import devices_needed, num_cores
 from s2rl.config.model_folder import ModelFacts
 from s2rl.config.schema import RunConfig
 
-ENGINE_BASE_MB = 1300
-"""Resident memory of an engine (front end and core process) without weights and cache, vllm 0.32 on a CPU."""
-LEARNER_BASE_MB = 400
-"""Resident memory of a process that has imported torch and transformers and computes."""
-CONTROLLER_BASE_MB = 400
+ENGINE_BASE_MB = 900
+"""Resident memory of a worker whose model and cache are tiny, measured with vllm 0.32 on a CPU."""
+LEARNER_BASE_MB = 500
+"""Resident memory of a process that trains a tiny model, measured with torch 2.13."""
+CONTROLLER_BASE_MB = 700
 """Ray's own processes included."""
 GRADER_BASE_MB = 70
 
