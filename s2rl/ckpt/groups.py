@@ -59,8 +59,8 @@ def load_groups(folder: Path) -> list[Outstanding]:
         return [_outstanding(record, cursor) for record in records]
     except Exception as error:
         raise CheckpointError(
-            f"{folder}: the outstanding groups cannot be read ({type(error).__name__}: {error}). Remove this checkpoint "
-            "folder to go on from the one before"
+            f"{folder}: the outstanding groups cannot be read ({type(error).__name__}: {error}). Remove this "
+            "checkpoint folder to go on from the one before"
         ) from error
 
 

@@ -8,8 +8,8 @@
         manifest.json             size and checksum of every file, configuration digest, library versions
         COMPLETE                  checksum of the manifest; written last
 
-A checkpoint grows in `step_N.partial`, is synced to disk, renamed, and marked. Older ones are pruned only then, so that at
-any moment at least one complete checkpoint exists once there was one.
+A checkpoint grows in `step_N.partial`, is synced to disk, renamed, and marked. Older ones are pruned only then, so that
+at any moment at least one complete checkpoint exists once there was one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class CheckpointStore:
     def commit(self, step: int, *, state: Mapping[str, Any], outstanding: Sequence[Outstanding]) -> Path:
         """Add the trainer's state to the begun checkpoint, make it durable, mark it complete, prune older ones.
 
-        `state` holds JSON types. Raises `CheckpointError` when the disk does not take it; older checkpoints are unharmed.
+        `state` holds JSON types. Raises `CheckpointError` when the disk does not take it; older checkpoints are
+        unharmed.
         """
         partial, final = self._partial(step), self._final(step)
         with self._reported(partial):

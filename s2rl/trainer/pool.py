@@ -84,8 +84,8 @@ class PoolTotals:
 class RolloutPool:
     """See the module docstring.
 
-    `replace(index)` builds a started replacement for a dead worker; it has no weights yet, so `needs_rejoin` is set until
-    it is taken into the sync group.
+    `replace(index)` builds a started replacement for a dead worker; it has no weights yet, so `needs_rejoin` is set
+    until it is taken into the sync group.
     """
 
     def __init__(

@@ -186,7 +186,12 @@ class TrainingRollouts:
 
     def _grade_pending(self) -> None:
         items, self._ungraded = self._ungraded, []
-        self._run(self._grade(items))
+        by_group: dict[int, list[tuple[_Open, Completion]]] = {}
+        for item in items:
+            by_group.setdefault(id(item[0]), []).append(item)
+        # One call per group: a reward function that hangs on one completion holds up no other group.
+        for of_group in by_group.values():
+            self._run(self._grade(of_group))
 
     async def _grade(self, items: list[tuple[_Open, Completion]]) -> None:
         rollouts = await self._grader.grade_many([(completion, group.encoded.prompt) for group, completion in items])
