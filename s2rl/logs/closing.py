@@ -24,6 +24,10 @@ class Closing:
     total_steps: int
     first_accuracy: float | None
     last_accuracy: float | None
+    goal: float | None
+    """The accuracy that ends the run."""
+    can_extend: bool
+    """Whether more steps may be added to this run."""
 
 
 def closing_lines(closing: Closing) -> list[str]:
@@ -40,19 +44,28 @@ def closing_lines(closing: Closing) -> list[str]:
 def next_commands(closing: Closing) -> list[str]:
     """Three commands that work as they stand."""
     s2rl, run_config = program("s2rl"), shlex.quote(near(closing.run_dir / "config.yaml"))
-    more = closing.total_steps if closing.step < closing.total_steps else closing.total_steps * 2
     commands = []
     if closing.checkpoint is not None:
         held_out = closing.held_out or "HELD_OUT.jsonl"
         ckpt, data = shlex.quote(near(closing.checkpoint)), shlex.quote(near(Path(held_out)))
         commands.append(f"{s2rl} eval --ckpt {ckpt} --data {data}")
-        commands.append(f"{s2rl} train --config {run_config} steps={more}")
+        commands.append(f"{s2rl} train --config {run_config} {_changes(closing)}".rstrip())
     else:
         commands.append(f"{s2rl} train --config {run_config}")
     commands.append(f"{program('tensorboard')} --logdir {shlex.quote(near(closing.run_dir / 'tensorboard'))}")
     if len(commands) < 3:
         commands.append(f"{s2rl} train --config {run_config} --dry-run")
     return commands
+
+
+def _changes(closing: Closing) -> str:
+    """What to change so that the same command trains on."""
+    reached = closing.goal is not None and (closing.last_accuracy or 0.0) >= closing.goal
+    finished = closing.step >= closing.total_steps
+    if (reached or finished) and not closing.can_extend:
+        return f"name={closing.run_dir.name}-2 seed=1"
+    changes = ["stop_at_accuracy=null"] * reached + [f"steps={closing.total_steps * 2}"] * finished
+    return " ".join(changes)
 
 
 def near(path: Path) -> str:

@@ -33,6 +33,7 @@ class RunLog:
         self.folder.open(config)
         self._config = config
         self._process = psutil.Process()
+        self._drop_kinds: set[str] = set()
         self._metrics = JsonLines(self.folder.metrics)
         self._rollouts = JsonLines(self.folder.rollouts) if config.logging.rollouts else None
         self._sinks: list[Sink] = []
@@ -84,7 +85,11 @@ class RunLog:
 
     def dropped(self, prompt: Prompt, *, reason: str, step: int) -> None:
         """A prompt that never became a complete group."""
-        logger.warning("prompt %s was dropped: %s", prompt.prompt_id, reason)
+        kind = reason.partition(":")[0]
+        first = kind not in self._drop_kinds
+        self._drop_kinds.add(kind)
+        text = "prompt %s was dropped: %s" + (" (further ones only in run.log and rollouts.jsonl)" if first else "")
+        logger.log(logging.WARNING if first else logging.INFO, text, prompt.prompt_id, reason)
         if self._rollouts is not None:
             self._rollouts.append(dropped_record(prompt, reason=reason, step=step))
 
@@ -144,6 +149,8 @@ class RunLog:
             total_steps=self._config.steps,
             first_accuracy=accuracies[0] if accuracies else None,
             last_accuracy=accuracies[-1] if accuracies else None,
+            goal=self._config.stop_at_accuracy,
+            can_extend=self._config.learner.optimizer.schedule == "constant",
         )
         self._view.message("")
         for line in closing_lines(closing):

@@ -317,6 +317,21 @@ def test_the_log_goes_to_run_log_and_only_warnings_to_the_terminal(make_config: 
     assert "after the end" not in written
 
 
+def test_thousands_of_dropped_prompts_do_not_flood_the_terminal(make_config: MakeConfig) -> None:
+    console = quiet()
+    config = make_config()
+    log = RunLog(config, console=console)
+    prompt = make_group().encoded.prompt
+    for index in range(5):
+        log.dropped(prompt, reason=f"overlong: {1000 + index} tokens", step=1)
+    log.dropped(prompt, reason="failed: the engine refused it", step=1)
+    log.close("failed")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("overlong") == 1 and shown.count("the engine refused it") == 1
+    assert (config.run_dir / "run.log").read_text().count("overlong") == 5
+    assert len(read_lines(config.run_dir / "rollouts.jsonl")) == 6
+
+
 # ---- metrics -------------------------------------------------------------------------------------------------------
 
 PROMISED = """step version reward/mean reward/std eval/accuracy loss/total policy/kl_rollout policy/clip_fraction

@@ -182,6 +182,8 @@ def make_closing(**changes: object) -> Closing:
         "total_steps": 10,
         "first_accuracy": 0.43,
         "last_accuracy": 0.83,
+        "goal": None,
+        "can_extend": True,
     }
     return Closing(**(values | changes))  # type: ignore[arg-type]
 
@@ -196,7 +198,21 @@ def test_the_closing_message_names_folder_curve_and_three_commands() -> None:
 
 
 def test_an_interrupted_run_is_offered_to_go_on_to_its_end() -> None:
-    assert next_commands(make_closing(step=4))[1].endswith("steps=10")
+    assert next_commands(make_closing(step=4))[1].endswith("s2rl train --config runs/t/config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({"step": 4, "goal": 0.8}, "stop_at_accuracy=null"),
+        ({"step": 10, "goal": 0.8}, "stop_at_accuracy=null steps=20"),
+        ({"step": 10, "goal": 0.9}, "config.yaml steps=20"),
+        ({"can_extend": False}, "name=t-2 seed=1"),
+        ({"can_extend": False, "step": 4}, "config.yaml"),
+    ],
+)
+def test_the_command_to_train_on_really_trains_on(changes: dict, command: str) -> None:
+    assert next_commands(make_closing(**changes))[1].endswith(command)
 
 
 def test_a_run_without_checkpoint_offers_commands_that_work() -> None:
