@@ -1,8 +1,8 @@
 """How the tensors of a manifest are laid out in fixed-size buckets. Pure Python: the same plan on every side.
 
-A tensor that fits a bucket lies in exactly one, whole and aligned, so that the receiver can hand out views. A tensor
-that is larger fills buckets of its own, piece by piece, so that neither side has to copy it into or out of a buffer:
-the sender transfers slices of the tensor itself, the receiver receives into slices of the final tensor.
+Small tensors share a bucket, each whole and aligned, so that the receiver can hand out views. A tensor from 1 MiB on
+(or above the bucket size) has buckets of its own, in pieces if it is larger than one, so that neither side copies it
+into or out of a buffer: the sender transfers slices of the tensor itself, the receiver fills slices of the final one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from s2rl.types import TensorSpec
 
 ALIGNMENT = 64
 """Bytes. Every whole tensor starts at a multiple of this in its bucket: one cache line, enough for any dtype view."""
+
+DIRECT_BYTES = 1 << 20
+"""Tensors of at least this many bytes have buckets of their own. Below, a transfer's fixed cost exceeds a copy's."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -56,7 +59,7 @@ class Bucket:
     pieces: tuple[Piece, ...]
     num_bytes: int
     is_slice: bool = False
-    """Whether it is one slice of a tensor that spans several buckets (then it has a single piece)."""
+    """Whether it is one slice, or all, of a single tensor that is transferred in place (then it has one piece)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +92,9 @@ class BucketPlan:
 
         for index, spec in enumerate(manifest):
             num_bytes = tensor_bytes(spec)
-            if num_bytes > size:
+            if num_bytes > size or num_bytes >= DIRECT_BYTES:
                 flush()
-                buckets.extend(_large_tensor(index, num_bytes, size))
+                buckets.extend(_slices(index, num_bytes, size))
                 continue
             offset = -(-used // ALIGNMENT) * ALIGNMENT
             if offset + num_bytes > size:
@@ -125,7 +128,7 @@ def _check_manifest(manifest: Sequence[TensorSpec]) -> None:
             raise ValueError(f"manifest names {after.name!r} {how}; names must be unique and sorted")
 
 
-def _large_tensor(index: int, num_bytes: int, size: int) -> list[Bucket]:
+def _slices(index: int, num_bytes: int, size: int) -> list[Bucket]:
     buckets = []
     for start in range(0, num_bytes, size):
         length = min(size, num_bytes - start)

@@ -25,6 +25,8 @@ from s2rl.types import SyncGroupSpec
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0001
+_GLOO_CHUNK_BYTES = 2 << 20
+"""A gloo operation moves at most this much: larger ones leave the cache and are slower on a loopback socket."""
 
 
 def free_port(*, host: str = "") -> int:
@@ -41,13 +43,14 @@ class Transfer:
 
     tensor: torch.Tensor
     label: str
-    _work: Any
+    _works: list[Any]
     _group: SyncGroup
     _started: float
 
     def wait(self) -> None:
         """Return when the tensor is sent or filled; raise SyncError after `spec.timeout_s` or when a peer is gone."""
-        self._group.finish(self._work, label=self.label, started=self._started)
+        for work in self._works:
+            self._group.finish(work, label=self.label, started=self._started)
 
 
 class SyncGroup:
@@ -98,12 +101,13 @@ class SyncGroup:
         return self.spec.world_size
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, label: str) -> Transfer:
-        """Start to send (on `root`) or fill (elsewhere) a contiguous tensor. `label` names it in errors."""
+        """Start to send (on `root`) or fill (elsewhere) a contiguous flat tensor. `label` names it in errors."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
         options.timeout = self._timeout
-        return self._start(label, tensor, lambda pg: pg.broadcast([tensor], options))
+        chunk = _GLOO_CHUNK_BYTES // tensor.element_size() if self._waits_on_host else max(1, tensor.numel())
+        return self._start(label, tensor, lambda pg: [pg.broadcast([part], options) for part in tensor.split(chunk)])
 
     def exchange(self, value: int, *, label: str) -> list[int]:
         """Every member's value, by rank. Collective; waits for all members."""
@@ -112,7 +116,7 @@ class SyncGroup:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         options.timeout = self._timeout
-        self._start(label, values, lambda pg: pg.allreduce([values], options)).wait()
+        self._start(label, values, lambda pg: [pg.allreduce([values], options)]).wait()
         return [int(v) for v in values.tolist()]
 
     def close(self) -> None:
@@ -141,15 +145,15 @@ class SyncGroup:
         except RuntimeError as error:
             raise self._failure(label, error, started) from error
 
-    def _start(self, label: str, tensor: torch.Tensor, call: Callable[[Any], Any]) -> Transfer:
+    def _start(self, label: str, tensor: torch.Tensor, call: Callable[[Any], list[Any]]) -> Transfer:
         if self._pg is None:
             raise SyncError(f"{label}: rank {self.rank} has already left the weight-sync group")
         started = time.monotonic()
         try:
-            work = call(self._pg)
+            works = call(self._pg)
         except RuntimeError as error:
             raise self._failure(label, error, started) from error
-        return Transfer(tensor=tensor, label=label, _work=work, _group=self, _started=started)
+        return Transfer(tensor=tensor, label=label, _works=works, _group=self, _started=started)
 
     def _meet(self, where: str) -> None:
         """All members are connected when this returns."""

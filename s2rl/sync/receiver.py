@@ -12,6 +12,7 @@ up with the last tensor of it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,9 @@ from s2rl.sync.header import ACCEPTED, HEADER_WORDS, check_header
 from s2rl.sync.memory import MemoryPool
 from s2rl.types import TensorSpec
 
+_AHEAD_BUCKETS = 2
 _IDLE_BUCKETS = 4
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class WeightReceiver:
@@ -36,7 +39,10 @@ class WeightReceiver:
         self._group = group
         self._plan = BucketPlan.build(manifest, bucket_bytes=group.spec.bucket_bytes)
         self._digest = manifest_digest(manifest, bucket_bytes=group.spec.bucket_bytes)
-        self._pool = MemoryPool(max_idle_bytes=_IDLE_BUCKETS * self._plan.bucket_bytes)
+        largest = max((tensor_bytes(spec) for spec in manifest), default=0)
+        self._pool = MemoryPool(max_idle_bytes=_IDLE_BUCKETS * self._plan.bucket_bytes + largest)
+        self._ahead_bytes = _AHEAD_BUCKETS * self._plan.bucket_bytes
+        self._large = _NOTHING
         self._fingerprints: dict[str, int] = {}
         self._complete = False
 
@@ -54,22 +60,20 @@ class WeightReceiver:
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of `version` in manifest order. Collective with the sender's `send`.
 
-        The next bucket is received while the caller works on this one. Raises SyncError when the sender announces
-        another version or other tensors, when it is gone or silent for longer than the group's limit. The caller must
-        take all tensors: stopping early leaves the group unusable.
+        Up to two buckets' bytes are received while the caller works on a tensor. Raises SyncError when the sender
+        announces another version or other tensors, when it is gone or silent for longer than the group's limit. The
+        caller must take all tensors: stopping early leaves the group unusable.
         """
         self._complete = False
         self._fingerprints = {}
         self._open(version)
-        ahead = self._post(0, version=version, previous=None)
-        while ahead is not None:
-            arriving = ahead
-            if arriving.transfer is not None:
-                arriving.transfer.wait()
-            ahead = self._post(arriving.number + 1, version=version, previous=arriving)
-            for name, tensor in self._tensors(arriving):
-                self._fingerprints[name] = fingerprint(tensor)
-                yield name, tensor
+        posted: deque[_Arriving] = deque()
+        for number, bucket in enumerate(self._plan.buckets):
+            while posted and sum(a.bucket.num_bytes for a in posted) + bucket.num_bytes > self._ahead_bytes:
+                yield from self._take(posted.popleft())
+            posted.append(self._post(number, version=version))
+        while posted:
+            yield from self._take(posted.popleft())
         self._complete = True
 
     def _open(self, version: int) -> None:
@@ -83,25 +87,32 @@ class WeightReceiver:
                 f"{explanation}"
             )
 
-    def _post(self, number: int, *, version: int, previous: _Arriving | None) -> _Arriving | None:
-        """Start to receive bucket `number`; None when there is none."""
+    def _post(self, number: int, *, version: int) -> _Arriving:
+        """Start to receive bucket `number`."""
         buckets = self._plan.buckets
-        if number == len(buckets):
-            return None
         bucket = buckets[number]
         if bucket.is_slice:
             (piece,) = bucket.pieces
             if piece.tensor_offset == 0:
-                memory = self._allocate(tensor_bytes(self._plan.manifest[piece.tensor]))
-            else:
-                assert previous is not None
-                memory = previous.memory
-            target = memory[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+                self._large = self._allocate(tensor_bytes(self._plan.manifest[piece.tensor]))
+            memory = self._large
+            end = piece.tensor_offset + piece.num_bytes
+            target = memory[piece.tensor_offset : end]
+            if end == memory.numel():
+                self._large = _NOTHING
         else:
             target = memory = self._allocate(bucket.num_bytes)
         label = f"receiving bucket {number + 1} of {len(buckets)} of version {version}"
         transfer = self._group.broadcast(target, label=label) if bucket.num_bytes else None
-        return _Arriving(number=number, bucket=bucket, memory=memory, transfer=transfer)
+        return _Arriving(bucket=bucket, memory=memory, transfer=transfer)
+
+    def _take(self, arriving: _Arriving) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for a bucket and hand over what is complete with it."""
+        if arriving.transfer is not None:
+            arriving.transfer.wait()
+        for name, tensor in self._tensors(arriving):
+            self._fingerprints[name] = fingerprint(tensor)
+            yield name, tensor
 
     def _tensors(self, arriving: _Arriving) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are complete with this bucket."""
@@ -125,7 +136,6 @@ class WeightReceiver:
 class _Arriving:
     """A bucket that is on its way."""
 
-    number: int
     bucket: Bucket
     memory: torch.Tensor
     """uint8; of the bucket, or of the whole large tensor that the bucket is a part of."""

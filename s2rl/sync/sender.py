@@ -2,7 +2,7 @@
 
 consumes   named tensors in manifest order, one at a time
 produces   broadcasts over the group; a PublishReport
-waits for  every receiver at the start (header and answer), the transfer that used a buffer two buckets ago
+waits for  every receiver at the start (header and answer), older transfers while two buckets' bytes are in flight
 woken by   the receivers' own broadcasts; all waits end within the group's limit
 """
 
@@ -28,7 +28,10 @@ _NUM_BUFFERS = 2
 
 
 class WeightSender:
-    """Streams publications to the members of a group. Holds two buffers of one bucket each, no copy of the model."""
+    """Streams publications to the members of a group. Holds two buffers of one bucket each, no copy of the model.
+
+    What is in flight at once, buffers and large tensors together, is at most two buckets' bytes.
+    """
 
     def __init__(self, group: SyncGroup, manifest: Sequence[TensorSpec]) -> None:
         assert group.rank == 0, "only rank 0 sends"
@@ -44,25 +47,22 @@ class WeightSender:
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> PublishReport:
         """Publish `tensors` as `version`; returns when every byte is handed over.
 
-        They must be those of the manifest, in its order. A tensor must not change until the next but one is asked for.
+        They must be those of the manifest, in its order; a tensor must not change until this returns.
         Raises SyncError when the stream differs from the manifest, a receiver refuses, or a member is gone.
         """
         start = time.perf_counter()
         self._open(version)
         stream = _Stream(tensors, manifest=self._plan.manifest, device=self._group.device, version=version)
-        in_flight: deque[Transfer | None] = deque([None] * _NUM_BUFFERS)
+        flight = _Flight(max_bytes=_NUM_BUFFERS * self._plan.bucket_bytes, max_packed=_NUM_BUFFERS)
         count = len(self._plan.buckets)
         for number, bucket in enumerate(self._plan.buckets):
-            before = in_flight.popleft()
-            if before is not None:
-                before.wait()
-            data = self._fill(bucket, stream, number)
-            label = f"sending bucket {number + 1} of {count} of version {version}"
-            in_flight.append(self._group.broadcast(data, label=label) if bucket.num_bytes else None)
-        for transfer in in_flight:
-            if transfer is not None:
-                transfer.wait()
+            flight.make_room(bucket)
+            data = self._fill(bucket, stream)
+            if bucket.num_bytes:
+                label = f"sending bucket {number + 1} of {count} of version {version}"
+                flight.add(bucket, self._group.broadcast(data, label=label))
         stream.check_end()
+        flight.land()
         seconds = time.perf_counter() - start
         logger.debug("published version %d: %d bytes in %.3f s", version, self._plan.num_bytes, seconds)
         return PublishReport(
@@ -77,7 +77,7 @@ class WeightSender:
         if refused:
             raise SyncError(f"weight sync of version {version} was refused by {'; '.join(refused)}")
 
-    def _fill(self, bucket: Bucket, stream: _Stream, number: int) -> torch.Tensor:
+    def _fill(self, bucket: Bucket, stream: _Stream) -> torch.Tensor:
         """The bytes of one bucket: a filled buffer, or a slice of the large tensor itself."""
         if bucket.is_slice:
             (piece,) = bucket.pieces
@@ -88,10 +88,42 @@ class WeightSender:
             if end == self._large.numel():
                 self._large = data[:0].clone()  # the transfer keeps the memory that it still needs
             return data
-        buffer = self._buffers[number % _NUM_BUFFERS]
+        buffer = self._buffers[0]
+        self._buffers.reverse()
         for piece in bucket.pieces:
             stream.take(piece.tensor, copy_to=buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
         return buffer[: bucket.num_bytes]
+
+
+class _Flight:
+    """The transfers that are not known to be done, oldest first."""
+
+    def __init__(self, *, max_bytes: int, max_packed: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_packed = max_packed
+        self._transfers: deque[tuple[Bucket, Transfer]] = deque()
+
+    def make_room(self, bucket: Bucket) -> None:
+        """Wait until `bucket` may start: its bytes fit, and if it needs a buffer, the older of the two is free."""
+        while self._transfers and (self._num_bytes + bucket.num_bytes > self._max_bytes or self._needs_buffer(bucket)):
+            self._transfers.popleft()[1].wait()
+
+    def add(self, bucket: Bucket, transfer: Transfer) -> None:
+        """`bucket` is on its way."""
+        self._transfers.append((bucket, transfer))
+
+    def land(self) -> None:
+        """Wait for all."""
+        while self._transfers:
+            self._transfers.popleft()[1].wait()
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket, _ in self._transfers)
+
+    def _needs_buffer(self, bucket: Bucket) -> bool:
+        packed = sum(not flying.is_slice for flying, _ in self._transfers)
+        return not bucket.is_slice and packed >= self._max_packed
 
 
 class _Stream:
