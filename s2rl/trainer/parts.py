@@ -1,8 +1,8 @@
 """What the trainer needs from the processes it drives, as protocols.
 
 `s2rl.trainer.placement` builds the real ones (Ray actors around `RolloutWorker` and `Learner`); tests and the
-controller bench build fakes that sleep. Every method raises `WorkerDied` / `LearnerDied` when the process behind it is gone
-and `StalledError` when it outlived its limit.
+controller bench build fakes that sleep. Every method raises `WorkerDied` / `LearnerDied` when the process behind it
+is gone and `StalledError` when it outlived its limit.
 """
 
 from __future__ import annotations
