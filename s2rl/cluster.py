@@ -181,6 +181,8 @@ class Cluster:
                     "start one with `ray start --head`, or leave the key out to run on this machine"
                 ) from error
             return
+        # Its default too, but with a notice on the terminal unless it is asked for.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
         remove_stale_sessions()
         # Unix sockets live below this folder and their paths must stay under 108 bytes, so it cannot be the run folder.
         self._temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"

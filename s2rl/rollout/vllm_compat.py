@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from s2rl.config.checks import OWN_ENGINE_ARGS
 from s2rl.config.schema import Device, ModelConfig, RolloutConfig
 from s2rl.errors import ConfigError
@@ -96,8 +98,12 @@ def repair() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        from vllm.v1.sample import sampler
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+        # The rank of each sampled token, which vLLM computes with every log-probability: 5 % of a decode step of a small
+        # model on the CPU, and nobody here reads it.
+        sampler.batched_count_greater_than = _no_ranks
         if not getattr(CPUModelRunner, "_s2rl_repaired", False):
             _rewind_cpu_generators(CPUModelRunner)
             CPUModelRunner._s2rl_repaired = True
@@ -129,6 +135,10 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it went before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _no_ranks(logprobs: Any, _values: Any) -> Any:
+    return logprobs.new_zeros(logprobs.shape[0], dtype=torch.int64)
 
 
 def _is_cpu() -> bool:

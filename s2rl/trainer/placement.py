@@ -194,6 +194,9 @@ class LearnerActors:
 class RayPlacement:
     """Builds the processes of a run on a cluster."""
 
+    worker_options: Mapping[str, Any] = {}
+    """Further keyword arguments of `RolloutWorker`, for subclasses."""
+
     def __init__(self, cluster: Cluster, config: RunConfig) -> None:
         self._cluster, self._config = cluster, config
         self._resource = device_spec(config.device).ray_resource
@@ -225,6 +228,8 @@ class RayPlacement:
             config=config.rollout,
             device=config.device,
             seed=config.seed + index,
+            start_limit_s=config.limits.start_s,
+            **self.worker_options,
         )
         return WorkerActor(actor, index=index, config=config)
 
