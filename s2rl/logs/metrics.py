@@ -236,6 +236,7 @@ METRICS: tuple[Metric, ...] = (
         "memory",
         [
             ("learner_rss_mb", "MiB", "Resident memory of the largest learner rank."),
+            ("rollout_rss_mb", "MiB", "Resident memory of the largest rollout worker, its engine included."),
             ("controller_rss_mb", "MiB", "Resident memory of the process that drives the run."),
         ],
     ),

@@ -105,11 +105,19 @@ class RunLog:
 
     # ---- resume --------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int) -> None:
-        """Forget what belongs to a step after `step` and show what was reached; called once, before the first row."""
+    @property
+    def rollouts_position(self) -> int:
+        """Bytes of rollouts.jsonl; stored in a checkpoint, since a drop may be in a checkpoint of the step before its own."""
+        return 0 if self._rollouts is None else self._rollouts.position
+
+    def restore(self, step: int, *, rollouts: int = 0) -> None:
+        """Forget rows of steps after `step`, and rollouts after `rollouts` bytes; show what was reached.
+
+        Called once, before the first row.
+        """
         self._metrics.keep_steps(step)
         if self._rollouts is not None:
-            self._rollouts.keep_steps(step)
+            self._rollouts.truncate(rollouts)
         rows = read_lines(self.folder.metrics)
         for row in rows:
             self._state.take(row)

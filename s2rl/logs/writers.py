@@ -42,6 +42,15 @@ class JsonLines:
             raise self._unwritable(error) from error
         self._position += len(line)
 
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self._position
+
+    def truncate(self, position: int) -> None:
+        """Forget everything after `position`."""
+        self._cut(min(position, self._position))
+
     def keep_steps(self, step: int) -> None:
         """Forget the records of later steps, as a run that is resumed at `step` does. The file is replaced whole."""
         kept = self.path.with_name(self.path.name + ".kept")

@@ -39,6 +39,8 @@ class TrainerState:
     stream: Mapping[str, int | bool | str]
     """Cursor of the prompt stream."""
     queue: QueueSnapshot
+    rollouts_position: int
+    """Bytes of rollouts.jsonl that belong to this history."""
 
 
 class Store(Protocol):
@@ -69,11 +71,13 @@ class Checkpointer:
         learner: LearnerHandle,
         queue: SampleQueue,
         stream_state: Callable[[], Mapping[str, int | bool | str]],
+        rollouts_position: Callable[[], int],
         every: int | None,
         limit_s: float,
     ) -> None:
         self._store, self._learner, self._queue = store, learner, queue
         self._stream_state, self._every, self._limit_s = stream_state, every, limit_s
+        self._rollouts_position = rollouts_position
         self._writing: asyncio.Task[None] | None = None
         self._last_row = -1
         self._row = asyncio.Event()
@@ -115,6 +119,7 @@ class Checkpointer:
             counters=dataclasses.asdict(state),
             stream=self._stream_state(),
             queue=self._queue.snapshot(),
+            rollouts_position=self._rollouts_position(),
         )
         folder = await asyncio.to_thread(self._store.begin, state.step)
         try:
@@ -137,6 +142,7 @@ class Checkpointer:
                     "step": trainer.step,
                     "counters": dict(trainer.counters),
                     "stream": dict(trainer.stream),
+                    "rollouts_position": trainer.rollouts_position,
                     "queue": {
                         "version": trainer.queue.version,
                         "drawn": trainer.queue.drawn,
@@ -168,6 +174,7 @@ def restore_state(state: Mapping[str, Any], outstanding: Sequence[tuple[Encoded,
             step=int(state["step"]),
             counters=dict(state["counters"]),
             stream=dict(state["stream"]),
+            rollouts_position=int(state["rollouts_position"]),
             queue=QueueSnapshot(
                 version=int(queue["version"]),
                 drawn=int(queue["drawn"]),

@@ -374,6 +374,9 @@ class TrainingLoop:
             "throughput/rollout_tokens_per_s": new_tokens / interval,
             "time/rollout_idle_s": (totals.idle_s - before.idle_s) / max(1, len(self._pool.slots)),
             "time/rollout_busy_s": (totals.busy_s - before.busy_s) / max(1, len(self._pool.slots)),
+            "memory/rollout_rss_mb": max(
+                (s.stats.rss_mb for s in self._pool.slots if s.stats is not None), default=0.0
+            ),
             **staleness,
             **result.metrics,
         }

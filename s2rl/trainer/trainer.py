@@ -242,6 +242,7 @@ class _Run:
             learner=learner,
             queue=queue,
             stream_state=self._inputs.stream.state,
+            rollouts_position=lambda: self._log.rollouts_position,
             every=config.checkpoint.every,
             limit_s=config.limits.save_s,
         )
@@ -357,7 +358,7 @@ class _Run:
             raise StalledError(
                 f"{latest.path}: the learner's files are of version {version}, the queue's of {queue.version}"
             )
-        self._log.restore(saved.step)
+        self._log.restore(saved.step, rollouts=saved.rollouts_position)
         checkpointer.resumed(saved.step)
         self._log.event(f"resumed from {latest.path} at step {saved.step}")
         return LoopState(**saved.counters)
