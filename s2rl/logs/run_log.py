@@ -107,7 +107,7 @@ class RunLog:
 
     @property
     def rollouts_position(self) -> int:
-        """Bytes of rollouts.jsonl; stored in a checkpoint, since a drop may be in a checkpoint of the step before its own."""
+        """Bytes of rollouts.jsonl; stored in a checkpoint: a drop may be in one of the step before its own."""
         return 0 if self._rollouts is None else self._rollouts.position
 
     def restore(self, step: int, *, rollouts: int = 0) -> None:

@@ -9,6 +9,7 @@ is of no use: close it and build another one with a fresh port.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -173,14 +174,22 @@ def _first_line(error: Exception) -> str:
 
 def _build_gloo(spec: SyncGroupSpec, store: Any, timeout: timedelta) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # On one host everything stays on the loopback interface: the host name may resolve to an address that is not up.
-    if spec.host in ("127.0.0.1", "localhost"):
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    else:
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    else:
+        # Gloo's own choice is the address that the host name resolves to, which may be another network, or none.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(spec.host, spec.port))]
     options._timeout = timeout
     options._threads = 2
     return dist.ProcessGroupGloo(store, spec.rank, spec.world_size, options)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to `host`. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(address)
+        return str(sock.getsockname()[0])
 
 
 def _build_nccl(spec: SyncGroupSpec, store: Any, timeout: timedelta) -> Any:

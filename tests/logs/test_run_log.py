@@ -121,12 +121,13 @@ def test_a_resumed_run_continues_where_its_checkpoint_was(make_config: MakeConfi
     for step in (1, 2):
         log.group(make_group(f"0-{step}"), fate="trained", step=step)
         log.step({"step": step, "reward/mean": 0.1 * step})
+    checkpoint = log.rollouts_position
     log.group(make_group("0-3"), fate="trained", step=3)
     log.step({"step": 3, "reward/mean": 0.9})
     log.close()
 
     log = RunLog(config, console=quiet())
-    log.restore(2)
+    log.restore(2, rollouts=checkpoint)
     log.group(make_group("0-3"), fate="trained", step=3)
     log.step({"step": 3, "reward/mean": 0.3})
     log.close()

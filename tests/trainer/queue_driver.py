@@ -1,6 +1,6 @@
 """Drives a `SampleQueue` through one random schedule and checks everything that it promises.
 
-The driver keeps books of its own: where each prompt is, which version the learner has, which version sampled each token.
+The driver keeps books of its own: where each prompt is, which version the learner has, which one sampled each token.
 It never asks the queue about any of this, so a queue that lies is found out.
 """
 
