@@ -197,7 +197,7 @@ class _Run:
     async def main(self) -> TrainResult:
         """Start the processes, run the loop, stop the processes."""
         config = self._config
-        grader = GradingPool(config.rewards, log_path=self._log.folder.path / "logs" / "rewards.log")
+        grader = self._grading()
         started: list[WorkerHandle] = []
         learner: LearnerHandle | None = None
         pool: RolloutPool | None = None
@@ -220,6 +220,9 @@ class _Run:
             return await self._train(learner=learner, pool=pool, grader=grader, stop=stop)
         finally:
             await self._close(grader=grader, pool=pool, started=started, learner=learner)
+
+    def _grading(self) -> GradingPool:
+        return GradingPool(self._config.rewards, log_path=self._log.folder.path / "logs" / "rewards.log")
 
     async def _replacement(self, index: int) -> WorkerHandle:
         worker = await self._placement.worker(index)
