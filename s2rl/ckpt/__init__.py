@@ -1,5 +1,7 @@
-"""Checkpoint folders: written whole, marked complete last, verified before they are used. The learner's own files 
-inside are written by `s2rl.fsdp`; nothing here imports torch."""
+"""Checkpoint folders: written whole, marked complete last, verified before they are used.
+
+The learner's own files inside are written by `s2rl.fsdp`; nothing here imports torch.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from s2rl.errors import CheckpointError
 from s2rl.types import (
@@ -34,27 +34,27 @@ _ARRAYS = "outstanding.safetensors"
 
 
 def save_groups(folder: Path, outstanding: Sequence[Outstanding]) -> None:
-    """Write `outstanding` into two files of `folder`."""
+    """Write `outstanding` into two files of `folder`. Raises OSError when the disk does not take them."""
     completions = [r.completion for _, group in outstanding if group is not None for r in group.rollouts_G]
-    save_file(
-        {
-            "token_ids": _joined([c.token_ids for c in completions], np.int32),
-            "logprobs": _joined([c.logprobs for c in completions], np.float32),
-            "versions": _joined([c.versions for c in completions], np.int32),
-        },
-        folder / _ARRAYS,
-    )
+    arrays = {
+        "token_ids": _joined([c.token_ids for c in completions], np.int32),
+        "logprobs": _joined([c.logprobs for c in completions], np.float32),
+        "versions": _joined([c.versions for c in completions], np.int32),
+    }
+    # Not safetensors' own save_file: on a full disk it raises an error that is no OSError.
+    (folder / _ARRAYS).write_bytes(save(arrays))
     records = [
         {"encoded": _encoded_record(encoded), "group": None if group is None else _group_record(group)}
         for encoded, group in outstanding
     ]
-    (folder / _JSON).write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
+    # Escaped, because a text may hold half a surrogate pair, which UTF-8 cannot encode.
+    (folder / _JSON).write_text(json.dumps(records, ensure_ascii=True), encoding="ascii")
 
 
 def load_groups(folder: Path) -> list[Outstanding]:
     """What `save_groups` wrote. Raises `CheckpointError` when a file cannot be read."""
     try:
-        records = json.loads((folder / _JSON).read_text(encoding="utf-8"))
+        records = json.loads((folder / _JSON).read_text(encoding="ascii"))
         cursor = _Cursor(load_file(folder / _ARRAYS))
         return [_outstanding(record, cursor) for record in records]
     except Exception as error:
@@ -101,6 +101,7 @@ def _encoded_record(encoded: Encoded) -> dict[str, Any]:
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
     return {
+        "group_id": group.group_id,
         "worker": group.worker,
         "taken_version": group.taken_version,
         "rollouts": [
@@ -109,8 +110,8 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
                 "length": len(r.completion.token_ids),
                 "finish_reason": r.completion.finish_reason.value,
                 "text": r.completion.text,
-                "total": r.score.total,
-                "parts": dict(r.score.parts),
+                "total": float(r.score.total),
+                "parts": {name: float(value) for name, value in r.score.parts.items()},
                 "status": r.status.value,
             }
             for r in group.rollouts_G
@@ -137,7 +138,7 @@ def _outstanding(record: Mapping[str, Any], cursor: _Cursor) -> Outstanding:
     group = record["group"]
     if group is None:
         return encoded, None
-    group_id = encoded.prompt.prompt_id
+    group_id = group["group_id"]
     return encoded, RolloutGroup(
         group_id=group_id,
         encoded=encoded,

@@ -76,7 +76,7 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """The learner's folder of a new, incomplete checkpoint."""
         partial = self._partial(step)
-        with self._reported(partial):
+        with self._reported(partial, self._final(step)):
             if partial.exists():
                 shutil.rmtree(partial)
             learner = partial / _LEARNER
@@ -90,8 +90,8 @@ class CheckpointStore:
         unharmed.
         """
         partial, final = self._partial(step), self._final(step)
-        with self._reported(partial):
-            (partial / _TRAINER).write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
+        with self._reported(partial, final):
+            (partial / _TRAINER).write_text(json.dumps(state), encoding="ascii")
             save_groups(partial, outstanding)
             manifest = json.dumps(self._manifest(partial, step), indent=1)
             (partial / _MANIFEST).write_text(manifest, encoding="utf-8")
@@ -100,12 +100,14 @@ class CheckpointStore:
                     _sync(Path(folder) / name)
                 _sync(Path(folder))
             if final.exists():  # incomplete, or an older history of the same step
-                shutil.rmtree(final)
+                _remove(final)
             partial.rename(final)
             _sync(self.root)
-            marker = final / _MARKER
-            marker.write_text(xxhash.xxh3_128_hexdigest(manifest.encode()) + "\n", encoding="ascii")
-            _sync(marker)
+            _sync(self.root.parent)
+            draft = final / f"{_MARKER}.draft"
+            draft.write_text(xxhash.xxh3_128_hexdigest(manifest.encode()) + "\n", encoding="ascii")
+            _sync(draft)
+            draft.rename(final / _MARKER)  # there is never an empty marker, unless it is damaged later
             _sync(final)
         self._prune()
         return final
@@ -126,9 +128,10 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         for info in self.complete()[: -self._keep]:
-            # Unmarked first: a crash half-way through must not leave a damaged folder that says it is complete.
-            (info.path / _MARKER).unlink(missing_ok=True)
-            shutil.rmtree(info.path, ignore_errors=True)
+            try:
+                _remove(info.path)
+            except OSError as error:
+                logger.warning("the old checkpoint %s could not be removed: %s", info.path, error)
 
     def _manifest(self, folder: Path, step: int) -> dict[str, Any]:
         files = sorted(p for p in folder.rglob("*") if p.is_file())
@@ -141,13 +144,16 @@ class CheckpointStore:
         }
 
     @contextmanager
-    def _reported(self, partial: Path) -> Iterator[None]:
+    def _reported(self, partial: Path, final: Path) -> Iterator[None]:
         """Turn a failed write into a `CheckpointError` and leave nothing half-written."""
         try:
             yield
         except OSError as error:
+            message = write_problem(partial, error)
             shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(write_problem(partial, error)) from error
+            if not (final / _MARKER).exists():
+                shutil.rmtree(final, ignore_errors=True)
+            raise CheckpointError(message) from error
 
     def _final(self, step: int) -> Path:
         return self.root / f"step_{step:08d}"
@@ -176,7 +182,7 @@ class CheckpointStore:
     def load_trainer_state(self, info: CheckpointInfo) -> tuple[dict[str, Any], list[Outstanding]]:
         """State and outstanding groups as `commit` was given them. Call `verify` first."""
         try:
-            state = json.loads((info.path / _TRAINER).read_text(encoding="utf-8"))
+            state = json.loads((info.path / _TRAINER).read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
             raise CheckpointError(_damaged(info.path / _TRAINER, str(error))) from error
         return state, load_groups(info.path)
@@ -243,6 +249,13 @@ def write_problem(path: Path, error: OSError) -> str:
         f"the checkpoint {path.name.removesuffix(_PARTIAL)} could not be written to {path.parent}: "
         f"{error.strerror or error} ({free}). Earlier checkpoints are unharmed; {remedy} and run the same command again"
     )
+
+
+def _remove(folder: Path) -> None:
+    # Unmarked first: a crash half-way through must not leave a damaged folder that says it is complete.
+    (folder / _MARKER).unlink(missing_ok=True)
+    _sync(folder)
+    shutil.rmtree(folder)
 
 
 def _damaged(file: Path, why: str) -> str:
