@@ -1,0 +1,566 @@
+"""Rollout workers and a learner that sleep instead of computing, behind the protocols of `s2rl.trainer.parts`.
+
+They keep the rules of the real ones where the controller could tell the difference: a worker decodes up to
+`max_num_seqs` completions at once, each at a fixed pace; a weight load stops them and the tokens after it carry the new
+version; a publication is a collective that a missing member breaks for all; fingerprints and log-probabilities follow
+from the version. `Faults` says what goes wrong and when. All times are those of the running event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from s2rl.errors import LearnerDied, StalledError, SyncError, WorkerDied
+from s2rl.types import (
+    Completion,
+    FailedRequest,
+    FinishReason,
+    FloatArray,
+    GroupRequest,
+    IntArray,
+    LoadReport,
+    PublishReport,
+    RankBatch,
+    RolloutReport,
+    StepResult,
+    SyncGroupSpec,
+    TensorSpec,
+    TokenizerFacts,
+    WorkerStats,
+)
+
+FACTS = TokenizerFacts(
+    vocab_size=1000, tokenizer_size=1000, eos_token_ids=(0,), pad_token_id=None, bos_token_id=None, digest="simulated"
+)
+MANIFEST = [TensorSpec(name=n, shape=(4,), dtype="float32") for n in ("head.weight", "layer.weight", "norm.weight")]
+NUM_BYTES = 48
+
+
+def log_probabilities(token_ids: IntArray, versions: IntArray | int, *, temperature: float) -> FloatArray:
+    """What a model of this version says of each token: any fixed function of token, version and temperature will do."""
+    steps = (token_ids.astype(np.int64) * 7919 + np.asarray(versions, dtype=np.int64) * 104729) % 997
+    return (-0.05 - steps / 500.0 / temperature).astype(np.float32)
+
+
+def fingerprints(version: int) -> dict[str, int]:
+    """Per tensor of `MANIFEST`, as a model of this version has them."""
+    return {spec.name: zlib.crc32(f"{spec.name}:{version}".encode()) for spec in MANIFEST}
+
+
+def lognormal_length(*, median: float, sigma: float, longest: int, seed: int = 0) -> Callable[[str, int], int]:
+    """Completion lengths with a heavy tail, fixed by group id and index."""
+
+    def length(group_id: str, index: int) -> int:
+        rng = np.random.default_rng((seed, zlib.crc32(group_id.encode()), index))
+        return int(np.clip(rng.lognormal(np.log(median), sigma), 1, longest))
+
+    return length
+
+
+@dataclass(slots=True, kw_only=True)
+class Costs:
+    """Seconds."""
+
+    token_s: float = 0.01
+    """One token of one running completion."""
+    load_s: float = 0.05
+    """One publication: workers stand still and the learner waits for as long."""
+    train_s: float = 0.5
+    train_token_s: float = 0.0
+    """Per completion token of a batch, on top of `train_s`."""
+    score_s: float = 0.01
+    start_s: float = 1.0
+    save_s: float = 0.2
+    answer_s: float = 30.0
+    """A call that gets no answer raises `StalledError` after this."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Faults:
+    """What goes wrong with one process, a worker's or the learner's. Its successor has faults of its own, or none."""
+
+    die_at: float | None = None
+    """Seconds after the loop began."""
+    die_in: tuple[str, int] | None = None
+    """Method and which call of it (from 1) the process does not survive."""
+    hang_at: float | None = None
+    """From then on nothing finishes and no call is answered."""
+    corrupt: Mapping[int, str] = field(default_factory=dict)
+    """Version -> tensor that arrives with other bytes."""
+    probe_off: Mapping[int, float] = field(default_factory=dict)
+    """Version -> error of the engine's log-probabilities after it."""
+    temperature: float | None = None
+    """Samples at this temperature, whatever is asked for."""
+    fail: Callable[[str], str | None] = lambda group_id: None
+    """Why a group cannot be sampled, if so."""
+    stuck: Callable[[str], bool] = lambda group_id: False
+    """Groups of which the last completion never ends."""
+
+
+class SyncGroup:
+    """The members of one process group; a collective ends when all have come, or fails for all when one is gone."""
+
+    def __init__(self, spec: SyncGroupSpec) -> None:
+        self.world_size = spec.world_size
+        self.timeout_s = spec.timeout_s
+        self._members: set[int] = set()
+        self._gone = False
+        self._round: tuple[str, set[int], asyncio.Future[None]] | None = None
+
+    async def meet(self, rank: int, what: str) -> None:
+        """Wait for all members. Raises `SyncError` when one is gone or does not come in time."""
+        if self._gone:
+            raise SyncError(f"{what}: a member is gone")
+        if self._round is None:
+            self._round = (what, set(), asyncio.get_running_loop().create_future())
+        name, present, future = self._round
+        assert name == what and rank not in present, (name, what, rank, present)
+        present.add(rank)
+        if len(present) == self.world_size:
+            self._round = None
+            future.set_result(None)
+        try:
+            await asyncio.wait_for(asyncio.shield(future), self.timeout_s)
+        except TimeoutError as error:
+            raise SyncError(f"{what}: {self.world_size - len(present)} members did not come") from error
+
+    def leave(self) -> None:
+        """A member's process is gone."""
+        self._gone = True
+        if self._round is not None:
+            what, _, future = self._round
+            if not future.done():
+                future.set_exception(SyncError(f"{what}: a member is gone"))
+                future.exception()  # read, so that a future nobody waits for is not reported
+
+
+class Network:
+    """Where processes find each other: one sync group per port."""
+
+    def __init__(self) -> None:
+        self._ports = itertools.count(20000)
+        self._groups: dict[int, SyncGroup] = {}
+
+    def free_port(self) -> int:
+        """A new one."""
+        return next(self._ports)
+
+    def group(self, spec: SyncGroupSpec) -> SyncGroup:
+        """The group at this address."""
+        return self._groups.setdefault(spec.port, SyncGroup(spec))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    request: GroupRequest
+    index: int
+    length: int
+    started: float = 0.0
+    """Engine seconds."""
+    alive: bool = True
+
+
+class SimulatedWorker:
+    """One rollout worker. `length(group_id, index)` decides how long each completion is."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        network: Network,
+        costs: Costs,
+        length: Callable[[str, int], int],
+        max_num_seqs: int,
+        faults: Faults | None = None,
+    ) -> None:
+        self.index = index
+        self.faults = faults or Faults()
+        self.dead = self.closed = False
+        self.calls: Counter[str] = Counter()
+        self._network, self._costs, self._length, self._slots = network, costs, length, max_num_seqs
+        self._loop = asyncio.get_running_loop()
+        self._version = -1
+        self._updates: list[tuple[float, int]] = []
+        """(engine seconds, version) of each load."""
+        self._running: list[tuple[float, int, _Job]] = []
+        self._waiting: list[tuple[int, int, _Job]] = []
+        self._by_group: dict[str, list[_Job]] = {}
+        self._order = itertools.count()
+        self._finished: deque[Completion] = deque()
+        self._failed: deque[FailedRequest] = deque()
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._group: SyncGroup | None = None
+        self._rank = 0
+        self._stalled_since: float | None = None
+        self._stalled_s = self._busy_s = self._idle_s = 0.0
+        self._clock_at = self._loop.time()
+        self._tokens = 0
+        if self.faults.die_at is not None:
+            self._loop.call_at(self.faults.die_at, self.die)
+        if self.faults.hang_at is not None:
+            self._loop.call_at(self.faults.hang_at, self._pump)
+
+    # ---- WorkerHandle ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> TokenizerFacts:
+        """See `WorkerHandle`."""
+        await self._enter("start")
+        await asyncio.sleep(self._costs.start_s)
+        self._check()
+        return FACTS
+
+    async def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """See `WorkerHandle`."""
+        await self._enter("submit")
+        for request in requests:
+            assert request.group_id not in self._by_group, f"{request.group_id} was submitted twice"
+            if (reason := self.faults.fail(request.group_id)) is not None:
+                self._failed.append(FailedRequest(group_id=request.group_id, reason=reason))
+                self._wake.set()
+                continue
+            limit = request.sampling.max_new_tokens
+            jobs = [
+                _Job(request=request, index=i, length=min(limit, self._length(request.group_id, i)))
+                for i in range(request.num_completions)
+            ]
+            if self.faults.stuck(request.group_id):
+                jobs[-1].length = 1 << 40
+            self._by_group[request.group_id] = jobs
+            for job in jobs:
+                heapq.heappush(self._waiting, (request.priority, next(self._order), job))
+        self._pump()
+
+    async def collect(self, max_wait_s: float) -> RolloutReport:
+        """See `WorkerHandle`."""
+        await self._enter("collect")
+        if not self._finished and not self._failed:
+            self._wake.clear()
+            # A timer of its own is cheaper than `asyncio.wait_for`, and this is the most frequent call.
+            timer = self._loop.call_later(max_wait_s, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
+            await self._enter("collect, waiting")
+        completions, failed = list(self._finished), list(self._failed)
+        self._finished.clear()
+        self._failed.clear()
+        return RolloutReport(completions=completions, failed=failed, stats=self._stats())
+
+    async def abort(self, group_ids: Sequence[str]) -> None:
+        """See `WorkerHandle`."""
+        await self._enter("abort")
+        for group_id in group_ids:
+            for job in self._by_group.pop(group_id, ()):
+                job.alive = False
+        self._running = [entry for entry in self._running if entry[2].alive]
+        heapq.heapify(self._running)
+        self._finished = deque(c for c in self._finished if c.group_id not in group_ids)
+        self._pump()
+
+    async def join_sync(self, spec: SyncGroupSpec, manifest: Sequence[TensorSpec]) -> None:
+        """See `WorkerHandle`."""
+        assert list(manifest) == MANIFEST
+        self._group, self._rank = self._network.group(spec), spec.rank
+        await self._enter("join_sync")
+        await self._meet("joining")
+
+    async def load_weights(self, version: int) -> LoadReport:
+        """See `WorkerHandle`."""
+        self._pump()
+        self._stall(begin=True)
+        try:
+            await self._enter("load_weights")
+            await self._meet(f"publication of version {version}")
+            await asyncio.sleep(self._costs.load_s)
+            self._check()
+            self._version = version
+            self._updates.append((self._engine_s(), version))
+        finally:
+            stalled_s = self._stall(begin=False)
+        prints = fingerprints(version)
+        if version in self.faults.corrupt:
+            prints[self.faults.corrupt[version]] ^= 1
+        return LoadReport(
+            worker=self.index, version=version, num_bytes=NUM_BYTES, stalled_s=stalled_s, fingerprints=prints
+        )
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
+        """See `WorkerHandle`."""
+        await self._enter("score")
+        await asyncio.sleep(self._costs.score_s)
+        self._check()
+        off = np.float32(self.faults.probe_off.get(self._version, 0.0))
+        return [
+            log_probabilities(np.array(s[1:], dtype=np.int32), self._version, temperature=1.0) + off for s in sequences
+        ]
+
+    async def close(self) -> None:
+        """See `WorkerHandle`."""
+        self.closed = True
+        if not self.dead:
+            self.die()
+
+    # ---- faults ----------------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """The process is gone: its peers' collectives break and its own calls raise `WorkerDied`."""
+        self.dead = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._group is not None:
+            self._group.leave()
+        self._wake.set()
+
+    def _check(self) -> None:
+        if self.dead:
+            raise WorkerDied(f"rollout worker {self.index} is gone")
+
+    async def _enter(self, method: str) -> None:
+        self.calls[method] += 1
+        if self.faults.die_in == (method, self.calls[method]):
+            self.die()
+        self._check()
+        if self._hangs():
+            await asyncio.sleep(self._costs.answer_s)
+            raise StalledError(
+                f"waited {self._costs.answer_s:.0f} s for rollout worker {self.index} to answer {method}()"
+            )
+
+    def _hangs(self) -> bool:
+        return self.faults.hang_at is not None and self._loop.time() >= self.faults.hang_at
+
+    async def _meet(self, what: str) -> None:
+        assert self._group is not None
+        try:
+            await self._group.meet(self._rank, what)
+        finally:
+            self._check()
+
+    # ---- the engine ------------------------------------------------------------------------------------------------
+
+    def _engine_s(self) -> float:
+        """The engine's own clock: it stands still while weights are loaded."""
+        return (self._stalled_since or self._loop.time()) - self._stalled_s
+
+    def _stall(self, *, begin: bool) -> float:
+        """Stop or start the engine; returns for how long it stood."""
+        self._count_time()
+        now = self._loop.time()
+        if begin:
+            self._stalled_since = now
+            return 0.0
+        assert self._stalled_since is not None
+        stood = now - self._stalled_since
+        self._stalled_since = None
+        self._stalled_s += stood
+        self._pump()
+        return stood
+
+    def _count_time(self) -> None:
+        now = self._loop.time()
+        if self._stalled_since is None:
+            if self._running:
+                self._busy_s += now - self._clock_at
+            else:
+                self._idle_s += now - self._clock_at
+        self._clock_at = now
+
+    def _pump(self) -> None:
+        """Finish what is due, start what waits, set the timer for the next end."""
+        self._count_time()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.dead or self._hangs() or self._stalled_since is not None:
+            return
+        now = self._engine_s()
+        # Half a token of tolerance: a timer may fire a little early, and ends are multiples of tokens.
+        due = now + self._costs.token_s / 2
+        while self._running and self._running[0][0] <= due:
+            self._finish(heapq.heappop(self._running)[2])
+        while self._waiting and len(self._running) < self._slots:
+            job = heapq.heappop(self._waiting)[2]
+            if job.alive:
+                job.started = now
+                heapq.heappush(self._running, (now + job.length * self._costs.token_s, next(self._order), job))
+        if self._running:
+            wait_s = max(0.0, self._running[0][0] - now)
+            self._timer = self._loop.call_later(wait_s, self._pump)
+
+    def _finish(self, job: _Job) -> None:
+        request = job.request
+        jobs = self._by_group[request.group_id]
+        jobs.remove(job)
+        if not jobs:
+            del self._by_group[request.group_id]
+        # Token j exists at started + (j + 1) * token_s, sampled by the last version loaded before.
+        loads = np.array([at for at, _ in self._updates])
+        ends = job.started + np.arange(1, job.length + 1) * self._costs.token_s
+        chosen = np.searchsorted(loads, ends - 0.5 * self._costs.token_s, side="right") - 1
+        versions = np.array([v for _, v in self._updates], dtype=np.int32)[np.maximum(chosen, 0)]
+        tokens = (np.arange(job.length, dtype=np.int32) + request.seed + job.index) % FACTS.vocab_size
+        temperature = self.faults.temperature or request.sampling.temperature or 1.0
+        self._tokens += job.length
+        self._finished.append(
+            Completion(
+                group_id=request.group_id,
+                index=job.index,
+                token_ids=tokens.astype(np.int32),
+                logprobs=log_probabilities(tokens, versions, temperature=temperature),
+                versions=versions,
+                finish_reason=FinishReason.LENGTH
+                if job.length == request.sampling.max_new_tokens
+                else FinishReason.STOP,
+                text="",
+            )
+        )
+        self._wake.set()
+
+    def _stats(self) -> WorkerStats:
+        self._count_time()
+        return WorkerStats(
+            version=self._version,
+            running=len(self._running),
+            busy_s=self._busy_s,
+            idle_s=self._idle_s,
+            stalled_s=self._stalled_s,
+            prompt_tokens=0,
+            completion_tokens=self._tokens,
+            rss_mb=1.0,
+            cpu_s=0.0,
+        )
+
+
+class SimulatedLearner:
+    """All learner ranks. Keeps what it was given, so that tests can ask."""
+
+    def __init__(
+        self,
+        *,
+        network: Network,
+        costs: Costs,
+        updates_per_batch: int = 1,
+        world_size: int = 1,
+        faults: Faults | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.version = 0
+        self.dead = False
+        self.calls: list[str] = []
+        self.batches: list[list[RankBatch]] = []
+        self.published: list[int] = []
+        self.faults = faults or Faults()
+        self._counts: Counter[str] = Counter()
+        self._network, self._costs, self._updates = network, costs, updates_per_batch
+        self._group: SyncGroup | None = None
+        self._saved: asyncio.Task[None] | None = None
+
+    def _enter(self, method: str) -> None:
+        self.calls.append(method)
+        self._counts[method] += 1
+        if self.faults.die_in == (method, self._counts[method]):
+            self.dead = True
+            if self._group is not None:
+                self._group.leave()
+        if self.dead:
+            raise LearnerDied(f"learner-0 died during {method}()")
+
+    async def start(self) -> TokenizerFacts:
+        """See `LearnerHandle`."""
+        self._enter("start")
+        await asyncio.sleep(self._costs.start_s)
+        return FACTS
+
+    async def manifest(self) -> list[TensorSpec]:
+        """See `LearnerHandle`."""
+        self._enter("manifest")
+        return MANIFEST
+
+    async def sync_endpoint(self) -> tuple[str, int]:
+        """See `LearnerHandle`."""
+        return "127.0.0.1", self._network.free_port()
+
+    async def join_sync(self, spec: SyncGroupSpec) -> None:
+        """See `LearnerHandle`."""
+        self._enter("join_sync")
+        self._group = self._network.group(spec)
+        await self._group.meet(0, "joining")
+
+    async def publish(self, version: int) -> PublishReport:
+        """See `LearnerHandle`."""
+        self._enter("publish")
+        assert version == self.version, (version, self.version)
+        assert self._group is not None
+        await self._group.meet(0, f"publication of version {version}")
+        await asyncio.sleep(self._costs.load_s)
+        self.published.append(version)
+        return PublishReport(
+            version=version, num_bytes=NUM_BYTES, seconds=self._costs.load_s, fingerprints=fingerprints(version)
+        )
+
+    async def train(self, batches: Sequence[RankBatch]) -> StepResult:
+        """See `LearnerHandle`."""
+        self._enter("train")
+        assert len(batches) == self.world_size and all(b.version == self.version for b in batches)
+        self.batches.append(list(batches))
+        await asyncio.sleep(self._costs.train_s + self._costs.train_token_s * batches[0].num_loss_tokens)
+        if self.dead:
+            raise LearnerDied("learner-0 died during train()")
+        self.version += self._updates
+        metrics = {"loss/total": 0.0, "optim/lr": 1e-6, "optim/grad_norm": 1.0, "memory/learner_rss_mb": 1.0}
+        return StepResult(version=self.version, metrics=metrics, num_skipped_steps=0)
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[FloatArray]:
+        """See `LearnerHandle`."""
+        self._enter("score")
+        await asyncio.sleep(self._costs.score_s)
+        return [
+            log_probabilities(np.array(s[1:], dtype=np.int32), self.version, temperature=temperature) for s in sequences
+        ]
+
+    async def save(self, path: Path) -> None:
+        """See `LearnerHandle`."""
+        self._enter("save")
+        version = self.version
+        await asyncio.sleep(self._costs.save_s / 10)
+
+        def put() -> None:
+            if path.parent.is_dir():  # checkpoints that are not kept have no folder
+                path.mkdir(exist_ok=True)
+                (path / "version").write_text(str(version))
+
+        async def write() -> None:
+            await asyncio.sleep(self._costs.save_s)
+            await asyncio.to_thread(put)
+
+        self._saved = asyncio.create_task(write())
+
+    async def save_done(self) -> None:
+        """See `LearnerHandle`."""
+        self._enter("save_done")
+        assert self._saved is not None
+        await self._saved
+
+    async def load(self, path: Path) -> int:
+        """See `LearnerHandle`."""
+        self._enter("load")
+        self.version = int(await asyncio.to_thread((path / "version").read_text))
+        return self.version
+
+    async def memory(self) -> Mapping[int, float]:
+        """See `LearnerHandle`."""
+        self._enter("memory")
+        return {0: 1.0}
+
+    async def close(self) -> None:
+        """See `LearnerHandle`."""
+        self.calls.append("close")
