@@ -191,7 +191,7 @@ class TrainingLoop:
             self._check()
             if self.stop.is_set():
                 return None
-            if self._pool.needs_rejoin:
+            if self._pool.has_newcomer:
                 await self._sync.publish(self._queue.version)
                 self.rollouts.wake.set()
             groups = self._queue.hand_out()
@@ -277,7 +277,7 @@ class TrainingLoop:
             step % config.sync.every
             and not self._eval_due(step)
             and step != config.steps
-            and not self._pool.needs_rejoin
+            and not self._pool.has_newcomer
         ):
             return None
         outcome = await self._sync.publish(version)

@@ -84,8 +84,8 @@ class PoolTotals:
 class RolloutPool:
     """See the module docstring.
 
-    `replace(index)` builds a started replacement for a dead worker; it has no weights yet, so `needs_rejoin` is set
-    until it is taken into the sync group.
+    `replace(index)` builds a started replacement for a dead worker; it has no weights yet (`has_newcomer`) and takes
+    groups only after a publication.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RolloutPool:
         self._retired = PoolTotals(completion_tokens=0, prompt_tokens=0, idle_s=0, busy_s=0, stalled_s=0, cpu_s=0)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.needs_rejoin = False
-        """A replacement waits to be taken into the sync group."""
+        """The sync group lost a member or lacks one: it must be built anew before the next publication."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after anything that may let another part go on."""
 
@@ -131,47 +131,65 @@ class RolloutPool:
         """Workers that can be called."""
         return [s for s in self.slots if s.alive]
 
+    @property
+    def has_newcomer(self) -> bool:
+        """Whether a worker waits for its first weights."""
+        return any(s.alive and s.version is None for s in self.slots)
+
     def check(self) -> None:
         """Raise what ended a background loop."""
         if self.failure.done():
             self.failure.result()
 
     async def submit(self, requests: Sequence[GroupRequest], *, slot: WorkerSlot, sink: Sink) -> None:
-        """Hand groups to one worker. They are assigned before the call, so that its death finds them."""
-        now = time.monotonic()
+        """Hand groups to one worker. They are assigned before the call, so that its death finds them.
+
+        Groups meant for a worker that is gone by now are lost at once; its successor may hold other weights.
+        """
+        if not slot.alive or slot.version is None:
+            for request in requests:
+                sink.lost(request)
+            return
+        handle, now = slot.handle, time.monotonic()
         for request in requests:
             slot.assigned[request.group_id] = _Assignment(
                 request=request, sink=sink, remaining=request.num_completions, since=now
             )
         try:
-            await slot.handle.submit(requests)
-        except WorkerDied as error:
-            self.died(slot, error)
+            await handle.submit(requests)
+        except (WorkerDied, StalledError) as error:
+            self.died(slot, error, handle=handle)
 
     async def abort(self, group_id: str) -> None:
         """Forget a group wherever it is."""
         for slot in self.alive:
             if slot.assigned.pop(group_id, None) is not None:
+                handle = slot.handle
                 try:
-                    await slot.handle.abort([group_id])
-                except WorkerDied as error:
-                    self.died(slot, error)
+                    await handle.abort([group_id])
+                except (WorkerDied, StalledError) as error:
+                    self.died(slot, error, handle=handle)
 
     async def expire(self, limit_s: float) -> None:
         """Give up groups that were handed over longer ago than `limit_s`; their sinks are told that they failed."""
         now = time.monotonic()
-        late = [a for s in self.slots for a in s.assigned.values() if now - a.since > limit_s]
-        for assignment in late:
-            await self.abort(assignment.request.group_id)
-            assignment.sink.failed(assignment.request.group_id, "timeout")
+        for slot in self.slots:
+            for group_id, assignment in list(slot.assigned.items()):
+                # It may have ended, or begun anew, while the one before was aborted.
+                if now - assignment.since > limit_s and slot.assigned.get(group_id) is assignment:
+                    await self.abort(group_id)
+                    assignment.sink.failed(group_id, "timeout")
 
     async def _collect_loop(self, slot: WorkerSlot) -> None:
-        while slot.alive:
+        handle = slot.handle
+        while slot.alive and slot.handle is handle:
             try:
-                report = await slot.handle.collect(_POLL_S)
+                report = await handle.collect(_POLL_S)
             except (WorkerDied, StalledError) as error:
-                self.died(slot, error)
+                self.died(slot, error, handle=handle)
                 return
+            if not slot.alive or slot.handle is not handle:
+                return  # declared dead while the report was on its way: its groups are with others
             slot.stats = report.stats
             for completion in report.completions:
                 assignment = slot.assigned.get(completion.group_id)
@@ -189,12 +207,19 @@ class RolloutPool:
                 self._progress.moved("completion")
                 self.on_change()
 
-    def died(self, slot: WorkerSlot, error: BaseException) -> None:
-        """Give a dead worker's groups back and start its replacement. Safe to call twice."""
-        if not slot.alive:
+    def died(
+        self, slot: WorkerSlot, error: BaseException, *, handle: WorkerHandle, caused_by_another: bool = False
+    ) -> None:
+        """Give a dead worker's groups back and start its replacement. Safe to call twice.
+
+        `handle` is the process that the error came from: it may have been replaced since. What died because another one
+        did is replaced without a charge on the restarts.
+        """
+        if not slot.alive or slot.handle is not handle:
             return
         slot.alive = False
         slot.version = None
+        self.needs_rejoin = True
         self._progress.failed(f"rollout worker {slot.handle.index}", error)
         logger.warning(
             "rollout worker %d is gone (%s); %d groups go to others", slot.handle.index, error, len(slot.assigned)
@@ -203,26 +228,33 @@ class RolloutPool:
         slot.assigned.clear()
         for assignment in lost:
             assignment.sink.lost(assignment.request)
-        self._spawn(self._replacement(slot, error))
+        self._spawn(self._replacement(slot, error, charged=not caused_by_another))
         self.on_change()
 
-    async def _replacement(self, slot: WorkerSlot, error: BaseException) -> None:
-        if self._restarts_left == 0:
-            raise RunError(
-                f"rollout worker {slot.handle.index} died and limits.worker_restarts are used up; its last "
-                f"error: {error}"
-            ) from error
-        self._restarts_left -= 1
+    async def _replacement(self, slot: WorkerSlot, error: BaseException, *, charged: bool) -> None:
+        index = slot.handle.index
         # It is dead or half-dead: whatever is left of it must not load weights or answer later.
         await close_quietly([slot.handle])
         if slot.stats is not None:
             self._retired = _add(self._retired, slot.stats)
             slot.stats = None
-        slot.handle = await self._replace(slot.handle.index)
+        while True:
+            if charged and self._restarts_left == 0:
+                raise RunError(
+                    f"rollout worker {index} died and limits.worker_restarts are used up; its last error: {error}"
+                ) from error
+            self._restarts_left -= charged
+            try:
+                handle = await self._replace(index)
+                break
+            except (WorkerDied, StalledError) as failure:
+                error, charged = failure, True
+                self._progress.failed(f"rollout worker {index}", failure)
+        slot.handle = handle
         slot.alive = True
         self.needs_rejoin = True
         self._progress.moved("worker replaced")
-        logger.warning("rollout worker %d is replaced", slot.handle.index)
+        logger.warning("rollout worker %d is replaced", index)
         self._spawn(self._collect_loop(slot))
         self.on_change()
 

@@ -10,18 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from s2rl.config.schema import SyncConfig
 from s2rl.errors import RunError, StalledError, SyncError, WorkerDied
 from s2rl.sync.proof import check_fingerprints, check_probe
-from s2rl.trainer.parts import LearnerHandle
+from s2rl.trainer.parts import LearnerHandle, WorkerHandle
 from s2rl.trainer.pool import RolloutPool, WorkerSlot
 from s2rl.trainer.waiting import Progress, within
-from s2rl.types import FloatArray, LoadReport, PublishReport, SyncGroupSpec, TensorSpec
+from s2rl.types import LoadReport, PublishReport, SyncGroupSpec, TensorSpec
 
 logger = logging.getLogger(__name__)
+
+_GRACE_S = 30.0
+# The members of a collective give up on a missing one before the calls to them do: then only the missing one is silent.
+_COLLECTIVE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,19 @@ class SyncOutcome:
     probe_difference: float
     """Mean |difference| of the probe's log-probabilities, the worst worker's."""
     num_tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A worker of the group. `handle` is remembered: by the end of a call the slot may hold a successor."""
+
+    slot: WorkerSlot
+    handle: WorkerHandle
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it still is the worker of its slot."""
+        return self.slot.alive and self.slot.handle is self.handle
 
 
 class WeightSync:
@@ -65,7 +82,7 @@ class WeightSync:
         if not self._manifest:
             self._manifest = await self._learner.manifest()
         host, port = await self._learner.sync_endpoint()
-        slots = self._pool.alive
+        members = self._members()
         tp = self._tensor_parallel
 
         def spec(rank: int) -> SyncGroupSpec:
@@ -74,29 +91,25 @@ class WeightSync:
                 host=host,
                 port=port,
                 rank=rank,
-                world_size=1 + tp * len(slots),
-                timeout_s=self._limit_s,
+                world_size=1 + tp * len(members),
+                timeout_s=self._limit_s * _COLLECTIVE_SHARE,
                 bucket_bytes=int(self._config.bucket_mb * 2**20),
             )
 
         self._pool.needs_rejoin = False
-        joins = [s.handle.join_sync(spec(1 + i * tp), self._manifest) for i, s in enumerate(slots)]
-        results = await within(
-            asyncio.gather(self._learner.join_sync(spec(0)), *joins, return_exceptions=True),
-            limit_s=self._limit_s,
-            who="weight sync",
-            what=f"learner rank 0 and workers {[s.handle.index for s in slots]} to join the process group",
+        joins = [m.handle.join_sync(spec(1 + i * tp), self._manifest) for i, m in enumerate(members)]
+        learner, *workers = await self._all(
+            self._learner.join_sync(spec(0)),
+            *joins,
+            what=f"learner rank 0 and {_names(members)} to join the process group",
         )
-        self._raise_unless_death(results[:1], dict(zip(map(id, slots), results[1:], strict=True)), slots)
+        self._raise_unless_death(learner, workers, members)
 
     async def publish(self, version: int) -> SyncOutcome:
         """Bring every living worker to `version` and prove it. Repeats when a worker died under it."""
         started = time.monotonic()
         while True:
-            if self._pool.needs_rejoin:
-                await self.connect()
-            while not self._pool.alive:
-                self._pool.check()
+            if not self._pool.alive:
                 await within(
                     self._any_alive(),
                     limit_s=self._limit_s,
@@ -104,6 +117,7 @@ class WeightSync:
                     what="a replacement for a dead rollout worker",
                 )
             if self._pool.needs_rejoin:
+                await self.connect()
                 continue
             outcome = await self._publish_once(version, started)
             if outcome is not None:
@@ -115,86 +129,93 @@ class WeightSync:
             self._pool.check()
             await asyncio.sleep(0.1)
 
-    async def _publish_once(self, version: int, started: float) -> SyncOutcome | None:
-        slots = self._pool.alive
-        results = await within(
-            asyncio.gather(
-                self._learner.publish(version), *(s.handle.load_weights(version) for s in slots), return_exceptions=True
-            ),
-            limit_s=self._limit_s,
+    def _members(self) -> list[_Member]:
+        return [_Member(slot=s, handle=s.handle) for s in self._pool.alive]
+
+    async def _all(self, *calls: Awaitable[object], what: str) -> list[object]:
+        """Results and errors of all calls. Each has a limit of its own that ends before this one."""
+        return await within(
+            asyncio.gather(*calls, return_exceptions=True),
+            limit_s=self._limit_s + _GRACE_S,
             who="weight sync",
-            what=f"publication of version {version} to workers {[s.handle.index for s in slots]}",
+            what=what,
         )
-        published, loaded = results[0], results[1:]
-        self._raise_unless_death([published], dict(zip(map(id, slots), loaded, strict=True)), slots)
-        if not isinstance(published, PublishReport) or not all(isinstance(r, LoadReport) for r in loaded):
+
+    async def _publish_once(self, version: int, started: float) -> SyncOutcome | None:
+        members = self._members()
+        published, *loaded = await self._all(
+            self._learner.publish(version),
+            *(m.handle.load_weights(version) for m in members),
+            what=f"publication of version {version} to {_names(members)}",
+        )
+        self._raise_unless_death(published, loaded, members)
+        reports = [r for r in loaded if isinstance(r, LoadReport)]
+        if not isinstance(published, PublishReport) or len(reports) < len(members):
             return None
-        for report in loaded:
-            assert isinstance(report, LoadReport)
+        for report in reports:
             check_fingerprints(published, report)
-        difference = await self._prove(version, slots)
+        difference = await self._prove(version, members)
         if difference is None:
             return None
-        for slot in slots:
-            slot.version = version if slot.alive else None
+        for member in members:
+            if member.is_here:
+                member.slot.version = version
         return SyncOutcome(
             version=version,
             seconds=time.monotonic() - started,
             num_bytes=published.num_bytes,
-            stalled_s=max(r.stalled_s for r in loaded if isinstance(r, LoadReport)),
+            stalled_s=max(r.stalled_s for r in reports),
             probe_difference=difference,
             num_tensors=len(published.fingerprints),
         )
 
-    async def _prove(self, version: int, slots: Sequence[WorkerSlot]) -> float | None:
-        """Largest mean |difference| of the probe over workers; None when one died. Raises `SyncError` when one
-        disagrees."""
-        results = await within(
-            asyncio.gather(
-                self._learner.score([self._probe], 1.0),
-                *(s.handle.score([self._probe]) for s in slots),
-                return_exceptions=True,
-            ),
-            limit_s=self._limit_s,
-            who="weight sync",
-            what=f"the probe of version {version} by workers {[s.handle.index for s in slots]}",
+    async def _prove(self, version: int, members: Sequence[_Member]) -> float | None:
+        """Largest mean |difference| of the probe over workers; None when one died.
+
+        Raises `SyncError` when one disagrees.
+        """
+        ours, *theirs = await self._all(
+            self._learner.score([self._probe], 1.0),
+            *(m.handle.score([self._probe]) for m in members),
+            what=f"the probe of version {version} by {_names(members)}",
         )
-        self._raise_unless_death(results[:1], dict(zip(map(id, slots), results[1:], strict=True)), slots)
-        reference = results[0]
-        differences: list[float] = []
-        for slot, engine in zip(slots, results[1:], strict=True):
-            if isinstance(engine, BaseException) or isinstance(reference, BaseException):
-                return None
-            differences.append(self._compare(reference, engine, slot.handle.index, version))
-        return max(differences)
+        self._raise_unless_death(ours, theirs, members)
+        if any(isinstance(r, BaseException) for r in theirs):
+            return None
+        return max(
+            check_probe(ours, engine, tolerance=self._tolerance, worker=member.handle.index, version=version)  # type: ignore[arg-type]
+            for member, engine in zip(members, theirs, strict=True)
+        )
 
-    def _compare(self, learner: list[FloatArray], engine: list[FloatArray], worker: int, version: int) -> float:
-        return check_probe(learner, engine, tolerance=self._tolerance, worker=worker, version=version)
-
-    def _raise_unless_death(
-        self,
-        learner_results: Sequence[object],
-        worker_results: dict[int, object],
-        slots: Sequence[WorkerSlot],
-    ) -> None:
-        """Errors caused by a worker's death are not the run's end; all others are.
+    def _raise_unless_death(self, learner: object, workers: Sequence[object], members: Sequence[_Member]) -> None:
+        """Errors caused by a worker that died or hangs are not the run's end; all others are raised.
 
         A worker that failed because another one died holds half-loaded weights and is replaced as well.
         """
-        errors = {i: r for i, r in worker_results.items() if isinstance(r, BaseException)}
-        learner_error = next((r for r in learner_results if isinstance(r, BaseException)), None)
+        errors = {m.handle.index: e for m, e in zip(members, workers, strict=True) if isinstance(e, BaseException)}
+        learner_error = learner if isinstance(learner, BaseException) else None
         if not errors and learner_error is None:
             return
-        dead = [s for s in slots if not s.alive or isinstance(errors.get(id(s)), WorkerDied)]
-        if not dead:
+        dead_or_hung = WorkerDied | StalledError
+        gone = [m for m in members if not m.is_here or isinstance(errors.get(m.handle.index), dead_or_hung)]
+        if not gone:
             raise learner_error or next(iter(errors.values()))
         if learner_error is not None and not isinstance(learner_error, SyncError):
             raise learner_error
-        for slot in slots:
-            error = errors.get(id(slot))
-            if error is not None and not isinstance(error, WorkerDied | SyncError | StalledError | RunError):
+        for member in members:
+            error = errors.get(member.handle.index)
+            if error is not None and not isinstance(error, RunError):
                 raise error
-            if slot in dead or error is not None:
-                self._pool.died(slot, error or WorkerDied(f"rollout worker {slot.handle.index} died"))
+            if error is not None or member in gone:
+                self._pool.died(
+                    member.slot,
+                    error or WorkerDied(f"rollout worker {member.handle.index} died"),
+                    handle=member.handle,
+                    caused_by_another=member not in gone,
+                )
         # The process group lost a member: the survivors need a new one even before the replacement stands.
         self._pool.needs_rejoin = True
+
+
+def _names(members: Sequence[_Member]) -> str:
+    return f"workers {[m.handle.index for m in members]}"
