@@ -181,19 +181,24 @@ class Cluster:
                     "start one with `ray start --head`, or leave the key out to run on this machine"
                 ) from error
             return
-        # Its default too, but with a notice on the terminal unless it is asked for.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        # It turns token authentication on, with a notice that a local session does not need. Asking for it by the
+        # environment comes too late once ray is imported: this process then keeps "disabled", and its session "token".
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         remove_stale_sessions()
         # Unix sockets live below this folder and their paths must stay under 108 bytes, so it cannot be the run folder.
         self._temp_dir = Path(tempfile.gettempdir()) / f"{_TEMP_PREFIX}{os.getpid()}"
         self._start_reaper(self._temp_dir)
-        ray.init(
-            address="local",
-            _node_ip_address="127.0.0.1",
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(self._temp_dir),
-            **common,
-        )
+        try:
+            ray.init(
+                address="local",
+                _node_ip_address="127.0.0.1",
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(self._temp_dir),
+                **common,
+            )
+        except Exception as error:
+            # Ray tells most failures of its own processes by bare RuntimeErrors.
+            raise RunError(f"Ray could not be started on this machine: {_first_line(error)}") from error
 
     def _start_reaper(self, temp_dir: Path) -> None:
         """Everything started from here on carries the mark, and ends with this process however that ends."""
