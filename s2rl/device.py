@@ -7,6 +7,8 @@ documented names; it has not been run on the device.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -143,6 +145,32 @@ def empty_cache(device: Device) -> None:
     """Give cached device memory back."""
     if device != "cpu":
         _module(device).empty_cache()
+
+
+# glibc's mallopt parameters, from malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+
+
+def keep_host_memory() -> bool:
+    """Make this process reuse the host memory that it frees, instead of handing it back and faulting it in again.
+
+    A training step on the CPU allocates and frees the same large tensors over and over. By default glibc maps each of
+    them anew, and the kernel zeroes every page at its first touch: 4 to 13 times the time of an elementwise operation on
+    150 MB, a tenth of a whole step. Resident memory then stays at its peak. False where there is no glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    largest_int = 2**31 - 1
+    settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, largest_int), (_M_TOP_PAD, 2**26))
+    return all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings)
+
+
+def return_host_memory() -> None:
+    """Hand free memory back to the system once: after something large that does not come again at every step."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(ctypes.c_size_t(0))
 
 
 def resident_memory_mb() -> float:

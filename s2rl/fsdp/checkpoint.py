@@ -82,7 +82,7 @@ class LearnerCheckpoint:
             dcp.load(state, storage_reader=reader, process_group=self._group)
         except CheckpointError:
             raise
-        except (OSError, CheckpointException, RuntimeError, ValueError, KeyError, EOFError) as error:
+        except Exception as error:  # a damaged pickle can raise anything; it becomes one error with the cause in it
             raise CheckpointError(
                 f"checkpoint {path} cannot be read: {_cause(error)}. Remove it to go on from an older one."
             ) from error

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from s2rl.config.schema import AlgorithmConfig, Device, Dtype, LearnerConfig, ModelConfig
 from s2rl.data.tokenizer import tokenizer_facts
-from s2rl.device import claim, device_spec, resident_memory_mb, seed_all
+from s2rl.device import claim, device_spec, keep_host_memory, resident_memory_mb, return_host_memory, seed_all
 from s2rl.errors import RunError, SyncError
 from s2rl.fsdp.checkpoint import LearnerCheckpoint
 from s2rl.fsdp.collate import ForwardInputs
@@ -98,6 +98,8 @@ class Learner:
     def start(self) -> TokenizerFacts:
         """Join the other ranks and load the sharded policy; its version is 0."""
         torch.set_num_threads(self._learner.threads)
+        if self._device_name == "cpu":
+            keep_host_memory()
         device = claim(self._device_name)
         # Ranks draw different numbers, as they work on different data.
         seed_all(self._seed + self._rank, device=self._device_name)
@@ -203,6 +205,7 @@ class Learner:
     def save_done(self) -> None:
         """Wait for the last `save`. Raises CheckpointError when it failed on any rank."""
         self._started().checkpoint.wait()
+        return_host_memory()  # the copy was as large as the whole state
 
     def load(self, path: Path) -> int:
         """Restore what `save` wrote, on any number of ranks; returns the version."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from s2rl.algo.kl import clamp_log_ratio, k3, kl_divergence
 from s2rl.algo.losses import LossInputs, LossSettings, importance_weights, policy_loss, token_weights
 from s2rl.config.schema import AlgorithmConfig
+from s2rl.device import synchronize
 from s2rl.fsdp.collate import ForwardInputs, TokenData, collate_samples
 from s2rl.fsdp.metrics import MetricSums
 from s2rl.fsdp.model import ShardedPolicy
@@ -66,19 +67,21 @@ class BatchUpdate:
         samples = [sample for micro in batch.micro_batches for sample in micro.samples]
         metrics.total("batch/tokens", float(sum(len(s) for s in samples)))
         metrics.total("batch/loss_tokens", float(sum(len(s.logprobs) for s in samples)))
-        num_skipped = 0
+        num_skipped, lr = 0, 0.0
         for update in range(self._algorithm.updates_per_batch):
             started = time.perf_counter()
             for index, micro in enumerate(micros):
                 self._policy.gather(last=index == len(micros) - 1)
                 self._forward_backward(micro, metrics, batch_version=batch.version, first=update == 0)
+            synchronize(self._device.type)  # type: ignore[arg-type]
             computed = time.perf_counter()
             outcome = self._optimizer.step(batch.version + update)
             num_skipped += outcome.skipped
-            metrics.maximum("optim/lr", outcome.lr)
+            lr = outcome.lr
             metrics.maximum("optim/grad_norm", outcome.grad_norm)
             metrics.maximum("time/forward_backward_s", computed - started)
             metrics.maximum("time/optimizer_s", time.perf_counter() - computed)
+        metrics.maximum("optim/lr", lr)
         return metrics, num_skipped
 
     def _prepare(self, batch: RankBatch, index: int) -> _PreparedMicro:
@@ -126,8 +129,9 @@ class BatchUpdate:
         if micro.reference_logprobs is not None:
             divergence = kl_divergence(logprobs, micro.reference_logprobs, estimator=kl.estimator)
             penalty = (divergence * micro.weights).sum()
+            penalty = kl.coefficient * penalty
             metrics.total("loss/kl", penalty / updates)
-            loss = loss + kl.coefficient * penalty
+            loss = loss + penalty
         metrics.total("loss/total", loss / updates)
         return loss
 
@@ -143,7 +147,7 @@ def _compare_with_rollout(micro: _PreparedMicro, metrics: MetricSums, *, batch_v
     # k3 of KL(rollout || learner): the samples are the rollout policy's.
     metrics.mean("policy/kl_rollout", k3(clamp_log_ratio(rollout - learner)))
     weights = importance_weights(learner, rollout)
-    metrics.mean("policy/importance_mean", weights)
     metrics.maximum("policy/importance_max", weights)
+    metrics.mean("policy/importance_mean", weights if cap is None else weights.clamp(max=cap))
     if cap is not None:
         metrics.mean("policy/importance_capped_fraction", weights > cap)

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from s2rl.config.checks import OWN_ENGINE_ARGS
 from s2rl.config.schema import Device, ModelConfig, RolloutConfig
 from s2rl.errors import ConfigError
@@ -138,7 +136,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def _no_ranks(logprobs: Any, _values: Any) -> Any:
-    return logprobs.new_zeros(logprobs.shape[0], dtype=torch.int64)
+    return logprobs.new_zeros(logprobs.shape[0]).long()
 
 
 def _is_cpu() -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -98,8 +97,7 @@ class TrainingRollouts:
     ) -> None:
         self._queue, self._pool, self._source, self._encoder, self._grader = queue, pool, source, encoder, grader
         self._sampling, self._group_size, self._seed = sampling, group_size, seed
-        # A worker is given what it can decode at once. A group handed over earlier would only get an earlier deadline.
-        self._groups_per_worker = max(1, math.ceil(max_num_seqs / group_size))
+        self._max_num_seqs = max_num_seqs
         self._needed, self._on_finished, self._on_dropped = needed, on_finished, on_dropped
         self._progress = progress
         self._open: dict[str, _Open] = {}
@@ -126,19 +124,20 @@ class TrainingRollouts:
 
     async def _dispatch(self) -> None:
         given: dict[int, tuple[WorkerSlot, list[GroupRequest]]] = {}
-        counts = {id(slot): len(slot.assigned) for slot in self._pool.alive}
-        while ready := [
-            s for s in self._pool.alive if s.version is not None and counts.get(id(s), 0) < self._groups_per_worker
-        ]:
+        ready = [s for s in self._pool.alive if s.version is not None]
+        loads = {id(slot): slot.load for slot in ready}
+        # A worker is given what it can decode at once: a group handed over earlier would only get an earlier deadline.
+        # Completions count, not groups: a group down to its straggler leaves the room of the others.
+        while ready := [s for s in ready if loads[id(s)] < self._max_num_seqs]:
             # The newest weights first: a group taken there may live longest. Then the least loaded.
-            slot = min(ready, key=lambda s: (-(s.version or 0), counts[id(s)]))
+            slot = min(ready, key=lambda s: (-(s.version or 0), loads[id(s)]))
             assert slot.version is not None
             encoded = self._queue.take(worker=slot.handle.index, worker_version=slot.version)
             if encoded is None:
                 break
             group_id = encoded.prompt.prompt_id
             self._open[group_id] = _Open(encoded=encoded, worker=slot.handle.index)
-            counts[id(slot)] += 1
+            loads[id(slot)] += self._group_size
             given.setdefault(id(slot), (slot, []))[1].append(
                 GroupRequest(
                     group_id=group_id,
