@@ -145,6 +145,7 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Train until the configured steps are done, the accuracy is reached, or `stop` is set."""
+        self._totals_before = self._pool.totals  # what the workers did before belongs to no step
         background = [
             asyncio.create_task(self._guard(self.rollouts.feed())),
             asyncio.create_task(self._guard(self._tick())),
