@@ -278,8 +278,8 @@ class SyncConfig(Section):
     probe_tokens: Positive = 48
     """Length of the probe sequence."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest mean |difference| of the probe's log-probabilities. Not set: 1e-3 when both sides compute in float32,
-    else 0.05."""
+    """Largest mean |difference| of the probe's log-probabilities, as a share of |log-probability| where that is above
+    1. Not set: 1e-3 when both sides compute in float32, else 0.05."""
 
 
 class ContractConfig(Section):

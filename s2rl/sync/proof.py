@@ -44,7 +44,8 @@ def check_fingerprints(published: PublishReport, loaded: LoadReport) -> None:
 def check_probe(
     learner: Sequence[FloatArray], engine: Sequence[FloatArray], *, tolerance: float, worker: int, version: int
 ) -> float:
-    """Compare log-probabilities of the probe sequences; returns the mean |difference|.
+    """Compare log-probabilities of the probe sequences; returns the mean |difference|, as a share of |log-probability|
+    where that is above 1: rounding in bfloat16 grows with the logits, and unlikely tokens have large ones.
 
     Entry i of an array belongs to token i + 1 of its sequence. Raises SyncError when the mean is above `tolerance`,
     when a value is not finite, or when the lengths differ.
@@ -65,12 +66,12 @@ def check_probe(
                 f"weight sync probe ({where}): {bad.size} of {values.size} log-probabilities of the {side} are not "
                 f"finite, the first ({values[bad[0]]}) at {_position(int(bad[0]), lengths[0])}"
             )
-    difference = np.abs(ours - theirs)
+    difference = np.abs(ours - theirs) / np.maximum(1.0, np.abs(ours))
     mean = float(difference.mean())
     if not mean <= tolerance:
         worst = int(difference.argmax())
         raise SyncError(
-            f"weight sync probe ({where}): engine and learner disagree on log-probabilities: mean |difference| "
+            f"weight sync probe ({where}): engine and learner disagree on log-probabilities: mean relative |difference| "
             f"{mean:.3g} is above the tolerance {tolerance:.3g}; the largest is {difference[worst]:.3g} at "
             f"{_position(worst, lengths[0])} (learner {ours[worst]:.5f}, engine {theirs[worst]:.5f}). The engine does "
             "not compute with the weights that it was sent"
