@@ -155,8 +155,8 @@ def keep_host_memory() -> bool:
     """Make this process reuse the host memory that it frees, instead of handing it back and faulting it in again.
 
     A training step on the CPU allocates and frees the same large tensors over and over. By default glibc maps each of
-    them anew, and the kernel zeroes every page at its first touch: 4 to 13 times the time of an elementwise operation on
-    150 MB, a tenth of a whole step. Resident memory then stays at its peak. False where there is no glibc.
+    them anew, and the kernel zeroes every page at its first touch: that takes 4 to 13 times as long as an elementwise
+    operation on 150 MB, and 15 % of a whole step. Resident memory then stays at its peak. False without glibc.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from s2rl.config.schema import Device
@@ -43,7 +44,7 @@ class LearnerCheckpoint:
     def save(self, path: Path, *, version: int) -> None:
         """Copy everything to host memory and start to write it to `path`; returns when the copy is made."""
         self.wait()
-        state = {**self._tensors(), "version": torch.tensor(version), f"rng.{dist.get_rank()}": rng_state(self._device)}
+        state = {**self._tensors(), **self._random_states(), "version": torch.tensor(version)}
         self._path = path
         try:
             writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
@@ -71,39 +72,40 @@ class LearnerCheckpoint:
         try:
             reader = dcp.FileSystemReader(path)
             stored = set(reader.read_metadata().state_dict_metadata)
-            state: dict[str, Any] = {**self._tensors(), "version": torch.tensor(0)}
-            absent = sorted(key for key in state if not _is_stored(key, stored))
+            state = {**self._tensors(), "version": torch.tensor(0)}
+            absent = sorted(state.keys() - stored)
             if absent:
                 raise CheckpointError(f"{path} was written for another model: it lacks {absent[0]}.")
             # With more ranks than at the time of writing, the new ones go on with their own fresh seeds.
-            own = f"rng.{dist.get_rank()}"
-            if _is_stored(own, stored):
-                state[own] = rng_state(self._device)
+            random_states = {key: value for key, value in self._random_states().items() if key in stored}
+            state.update(random_states)
             dcp.load(state, storage_reader=reader, process_group=self._group)
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged pickle can raise anything; it becomes one error with the cause in it
+        # A damaged pickle can raise anything, and torch's exception is no Exception; one error carries the cause on.
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"checkpoint {path} cannot be read: {_cause(error)}. Remove it to go on from an older one."
             ) from error
-        if own in state:
-            set_rng_state(state[own])
+        set_rng_state({key.rpartition(".")[2]: state[key] for key in random_states})
         self._policy.reshard()
         return int(state["version"])
 
-    def _tensors(self) -> dict[str, Any]:
-        return {"model": dict(self._policy.parameters), "optimizer": self._optimizer.state()}
+    def _tensors(self) -> dict[str, Tensor]:
+        """The live tensors under the flat names that they are stored by."""
+        moments = {
+            f"optimizer.{name}.{k}": t for name, part in self._optimizer.state().items() for k, t in part.items()
+        }
+        return {f"model.{name}": parameter for name, parameter in self._policy.parameters.items()} | moments
+
+    def _random_states(self) -> dict[str, Tensor]:
+        return {f"rng.{dist.get_rank()}.{name}": state for name, state in rng_state(self._device).items()}
 
     def _failed(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"checkpoint {self._path} could not be written: {_cause(error)}. The checkpoint before it is untouched; "
             "check that the disk has room."
         )
-
-
-def _is_stored(key: str, stored: set[str]) -> bool:
-    """Whether a key of the nested state is there; torch stores the leaves under dotted names."""
-    return key in stored or any(name.startswith(f"{key}.") for name in stored)
 
 
 def _cause(error: BaseException) -> str:
