@@ -55,9 +55,19 @@ def test_a_probe_within_its_tolerance_passes_and_returns_the_mean_difference() -
 def test_a_probe_over_its_tolerance_names_worker_version_and_the_worst_token() -> None:
     ours = logprobs(4, 6)
     theirs = [a.copy() for a in ours]
-    theirs[1][2] -= 3.0
-    with pytest.raises(SyncError, match=r"worker 3, version 8.*mean \|difference\| 0\.3 .*3 at sequence 1, token 3"):
+    ours[1][2], theirs[1][2] = -0.5, -3.5
+    message = r"worker 3, version 8.*mean relative \|difference\| 0\.3 .*3 at sequence 1, token 3"
+    with pytest.raises(SyncError, match=message):
         check_probe(ours, theirs, tolerance=0.05, worker=3, version=8)
+
+
+def test_the_same_relative_rounding_weighs_the_same_on_likely_and_unlikely_tokens() -> None:
+    unlikely = [np.full(4, -16.0, dtype=np.float32)]
+    assert check_probe(unlikely, [a * 1.01 for a in unlikely], tolerance=0.05, worker=0, version=1) == pytest.approx(
+        0.01
+    )
+    with pytest.raises(SyncError):
+        check_probe(unlikely, [a * 1.1 for a in unlikely], tolerance=0.05, worker=0, version=1)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
