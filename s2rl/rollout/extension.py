@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from s2rl.rollout import vllm_compat
-from s2rl.rollout.loop import RankLoad
+from s2rl.rollout.protocol import RankLoad
 from s2rl.sync import SyncGroup, WeightReceiver
 from s2rl.types import SyncGroupSpec, TensorSpec
 

@@ -81,6 +81,11 @@ class EngineThread:
         """Whether the thread ended with an error."""
         return self._error is not None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the thread ended because it was told to."""
+        return self._closing
+
     def death(self) -> WorkerDied:
         """An exception that says why nothing can be asked of this engine any more."""
         if self._error is None:

@@ -99,8 +99,8 @@ def repair() -> None:
         from vllm.v1.sample import sampler
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-        # The rank of each sampled token, which vLLM computes with every log-probability: 5 % of a decode step of a small
-        # model on the CPU, and nobody here reads it.
+        # The rank of each sampled token, which vLLM computes with every log-probability: 5 % of a decode step of a
+        # small model on the CPU, and nobody here reads it.
         sampler.batched_count_greater_than = _no_ranks
         if not getattr(CPUModelRunner, "_s2rl_repaired", False):
             _rewind_cpu_generators(CPUModelRunner)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import vllm
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from s2rl.config.schema import Device, ModelConfig, RolloutConfig
-from s2rl.errors import RunError
+from s2rl.errors import ConfigError, RunError
 from s2rl.rollout import vllm_compat
-from s2rl.rollout.loop import Delta, RankLoad
+from s2rl.rollout.protocol import Delta, RankLoad
 from s2rl.rollout.requests import EngineLimits, SequenceParams
 from s2rl.types import FinishReason, SyncGroupSpec, TensorSpec
 
@@ -31,7 +33,7 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 class VllmEngine:
     """One vLLM engine in this process, tensor-parallel ranks beyond the first in processes of their own.
 
-    Tensor parallelism was not tried on an accelerator.
+    Tried on the CPU, with one rank and with two. Not tried on an accelerator.
     """
 
     def __init__(
@@ -53,7 +55,16 @@ class VllmEngine:
         arguments = vllm_compat.engine_args(
             model=model, config=config, device=device, seed=seed, extension_cls=extension_cls
         )
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+        unknown = sorted(set(config.engine_args) - {field.name for field in dataclasses.fields(EngineArgs)})
+        if unknown:
+            raise ConfigError(
+                f"rollout.engine_args.{unknown[0]}: vLLM {vllm.__version__} has no such argument; see the list in its "
+                "documentation (EngineArgs), or remove the key"
+            )
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+        except ValueError as error:  # pydantic's included: an argument, the architecture, a cache that is too small
+            raise ConfigError(f"rollout: vLLM {vllm.__version__} refuses {model.path}: {error}") from error
         if device == "cpu" and torch.get_num_threads() != config.threads:
             raise RunError(f"the engine runs {torch.get_num_threads()} threads; rollout.threads is {config.threads}")
         self._engine.collective_rpc("s2rl_die_with", args=(os.getpid(),))

@@ -264,7 +264,7 @@ class RolloutWorker:
         )
 
     def _check_alive(self) -> None:
-        if self._thread.is_dead:
+        if self._thread.is_dead or self._thread.is_closed:
             raise self._thread.death()
         if self._thread.loop is None:
             raise RunError(f"rollout worker {self.index} is not started")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -11,18 +12,19 @@ from s2rl.rollout.extension import SyncExtension
 
 
 class ForgetfulExtension(SyncExtension):
-    """Leaves out the post-processing of expert weights when it loads version 1."""
+    """Leaves out post-processing: of expert weights in version 1, of the tied output head in version 2."""
 
-    def s2rl_load_weights(self, version: int):
+    def s2rl_load_weights(self, version: int) -> Any:
         self._loading = version
         return super().s2rl_load_weights(version)
 
     def s2rl_reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        if self._loading != 1:
+        left_out = {1: "_forget_moe_kernels", 2: "_repack_tied_heads"}.get(self._loading)
+        if left_out is None:
             return super().s2rl_reload(weights)
-        kept = vllm_compat._forget_moe_kernels
-        vllm_compat._forget_moe_kernels = lambda model: None
+        kept = getattr(vllm_compat, left_out)
+        setattr(vllm_compat, left_out, lambda model: None)
         try:
             return super().s2rl_reload(weights)
         finally:
-            vllm_compat._forget_moe_kernels = kept
+            setattr(vllm_compat, left_out, kept)

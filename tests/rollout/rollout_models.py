@@ -24,7 +24,7 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_dense(folder: Path, *, seed: int) -> Path:
+def save_dense(folder: Path, *, seed: int, heads: int = 2, kv_heads: int = 1) -> Path:
     """A random Qwen3 whose next-token distributions are far from uniform."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -32,8 +32,8 @@ def save_dense(folder: Path, *, seed: int) -> Path:
         hidden_size=64,
         intermediate_size=160,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
@@ -62,7 +62,7 @@ def save_moe(folder: Path, *, seed: int) -> Path:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         norm_topk_prob=True,
         initializer_range=0.15,
         eos_token_id=EOS,

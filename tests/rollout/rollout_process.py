@@ -15,10 +15,11 @@ _LIMIT_S = 120.0
 class WorkerProcess:
     """`begin` starts a call and returns a future, `call` waits for it. Errors of the worker are raised here."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, daemon: bool = True, **kwargs: Any) -> None:
+        """A process that is no daemon may have children of its own, and must be ended by the test."""
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self.process = context.Process(target=_main, args=(child, kwargs), daemon=True)
+        self.process = context.Process(target=_main, args=(child, kwargs), daemon=daemon)
         self.process.start()
         child.close()
         self._ids = itertools.count()

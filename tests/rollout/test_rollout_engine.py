@@ -10,30 +10,27 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from rollout_learner import Learner
 from rollout_models import EOS, VOCAB_SIZE
 from rollout_process import WorkerProcess
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from s2rl.config.schema import ModelConfig, RolloutConfig
-from s2rl.sync import SyncGroup, WeightSender, free_port
 from s2rl.types import (
     Completion,
     Encoded,
     FinishReason,
     GroupRequest,
-    LoadReport,
     Prompt,
-    PublishReport,
     RolloutReport,
     SamplingSpec,
-    SyncGroupSpec,
-    TensorSpec,
 )
 
 pytestmark = pytest.mark.dist
 
 MAX_NUM_SEQS = 8
+MAX_MODEL_LEN = 512
+LONG = 300
+"""Tokens of a completion in which a test wants to interfere."""
 PROMPT = tuple(range(60, 100))
 PRINTABLE = range(90)
 """Ids of the tiny tokenizer whose byte is an ASCII letter, digit or sign."""
@@ -42,66 +39,12 @@ PRINTABLE = range(90)
 def config(**changes: object) -> RolloutConfig:
     fields = {
         "dtype": "float32",
-        "max_model_len": 256,
+        "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": 64,  # less than two prompts: prefills are chunked
         "kv_cache_gb": 0.05,
     }
     return RolloutConfig(**(fields | changes))
-
-
-class Learner:
-    """The sending side: publishes models of a folder to one worker."""
-
-    def __init__(self, worker: WorkerProcess, models_dir: Path) -> None:
-        self.worker = worker
-        self.version = -1
-        self.weights = {n: load_file(models_dir / n / "model.safetensors") for n in ("first", "second")}
-        self.models = {n: AutoModelForCausalLM.from_pretrained(models_dir / n) for n in ("first", "second")}
-        self.group: SyncGroup | None = None
-        self.join()
-
-    def join(self, *, without: tuple[str, ...] = ()) -> None:
-        """Build a new sync group for all tensors but some."""
-        self.close()
-        names = sorted(set(self.weights["first"]) - set(without))
-        self.manifest = [
-            TensorSpec(name=n, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-            for n, t in ((n, self.weights["first"][n]) for n in names)
-        ]
-        spec = {
-            "backend": "gloo",
-            "host": "127.0.0.1",
-            "port": free_port(host="127.0.0.1"),
-            "world_size": 2,
-            "timeout_s": 30.0,
-            "bucket_bytes": 32768,
-        }
-        joined = self.worker.begin("join_sync", SyncGroupSpec(rank=1, **spec), self.manifest)
-        self.group = SyncGroup(SyncGroupSpec(rank=0, **spec), device="cpu")
-        joined.result(timeout=60)
-        self.sender = WeightSender(self.group, self.manifest)
-
-    def publish(self, name: str) -> tuple[PublishReport, LoadReport]:
-        self.version += 1
-        loaded = self.worker.begin("load_weights", self.version)
-        sent = self.sender.send(((s.name, self.weights[name][s.name]) for s in self.manifest), self.version)
-        return sent, loaded.result(timeout=60)
-
-    def logprobs(self, name: str, token_ids: list[int], *, temperature: float = 1.0) -> np.ndarray:
-        """By transformers in float32, entry i belongs to token i + 1."""
-        with torch.no_grad():
-            logits = self.models[name](torch.tensor([token_ids])).logits[0, :-1].float()
-        logprobs = torch.log_softmax(logits / temperature, dim=-1)
-        return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].numpy()
-
-    def completion_logprobs(self, name: str, completion: Completion, *, temperature: float = 1.0) -> np.ndarray:
-        ids = [*PROMPT, *completion.token_ids.tolist()]
-        return self.logprobs(name, ids, temperature=temperature)[len(PROMPT) - 1 :]
-
-    def close(self) -> None:
-        if self.group is not None:
-            self.group.close()
 
 
 def started(models_dir: Path, name: str, **changes: object) -> WorkerProcess:
@@ -149,6 +92,12 @@ def request(group_id: str, *, n: int = 1, seed: int = 0, priority: int = 0, **sa
     )
 
 
+def completion_logprobs(learner: Learner, name: str, completion: Completion, *, temperature: float = 1.0) -> np.ndarray:
+    """What transformers gives the tokens of a completion of `PROMPT`."""
+    ids = [*PROMPT, *completion.token_ids.tolist()]
+    return learner.logprobs(name, ids, temperature=temperature)[len(PROMPT) - 1 :]
+
+
 def gather(worker: WorkerProcess, count: int, *, limit_s: float = 60.0) -> list[Completion]:
     """Collect until `count` completions are there, ordered by group and index."""
     found: list[Completion] = []
@@ -186,7 +135,7 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
     completions = sample(worker, *(request(f"g{i}", n=6, seed=i, temperature=temperature) for i in range(3)))
     assert [(c.group_id, c.index) for c in completions] == [(f"g{i}", j) for i in range(3) for j in range(6)]
     difference = np.concatenate(
-        [c.logprobs - learner.completion_logprobs("first", c, temperature=temperature) for c in completions]
+        [c.logprobs - completion_logprobs(learner, "first", c, temperature=temperature) for c in completions]
     )
     assert np.abs(difference).mean() < 1e-4
     assert np.abs(difference).max() < 1e-3
@@ -228,15 +177,15 @@ def test_an_update_in_flight_recomputes_and_loses_no_token(worker: WorkerProcess
     learner.publish("first")
     old = learner.version
     before = worker.call("collect", 0.0).stats
-    worker.call("submit", [request(f"g{i}", n=4, seed=9 * i, max_new_tokens=150) for i in range(4)])
+    worker.call("submit", [request(f"g{i}", n=4, seed=9 * i, max_new_tokens=LONG) for i in range(4)])
     wait_for_tokens(worker, before.completion_tokens + 120)
     learner.publish("second")
     wait_for_tokens(worker, before.completion_tokens + 420)
     learner.publish("first")
     completions = gather(worker, 16)
-    check_interrupted(completions, (old, old + 1, old + 2), 150)
+    check_interrupted(completions, (old, old + 1, old + 2), LONG)
     for c in completions:
-        by_model = {name: learner.completion_logprobs(name, c) for name in ("first", "second")}
+        by_model = {name: completion_logprobs(learner, name, c) for name in ("first", "second")}
         second = c.versions == old + 1
         expected = np.where(second, by_model["second"], by_model["first"])
         assert np.abs(c.logprobs - expected).mean() < 1e-4
@@ -244,7 +193,7 @@ def test_an_update_in_flight_recomputes_and_loses_no_token(worker: WorkerProcess
         if second.any():
             assert np.abs(by_model["first"] - by_model["second"])[second].mean() > 0.1, "the models do differ"
     after = worker.call("collect", 0.0).stats
-    assert after.completion_tokens - before.completion_tokens == 16 * 150
+    assert after.completion_tokens - before.completion_tokens == 16 * LONG
     assert after.running == 0
     assert after.stalled_s > before.stalled_s
 
@@ -254,14 +203,14 @@ def test_an_update_in_flight_keeps_keys_and_values_when_told_to(keeper: WorkerPr
     try:
         learner.publish("first")
         before = keeper.call("collect", 0.0).stats
-        keeper.call("submit", [request(f"g{i}", n=4, seed=9 * i, max_new_tokens=150) for i in range(3)])
+        keeper.call("submit", [request(f"g{i}", n=4, seed=9 * i, max_new_tokens=LONG) for i in range(3)])
         wait_for_tokens(keeper, before.completion_tokens + 120)
         learner.publish("second")
         completions = gather(keeper, 12)
-        check_interrupted(completions, (0, 1), 150)
+        check_interrupted(completions, (0, 1), LONG)
         for c in completions:
             old = c.versions == 0
-            first, second = (learner.completion_logprobs(n, c) for n in ("first", "second"))
+            first, second = (completion_logprobs(learner, n, c) for n in ("first", "second"))
             assert np.abs(c.logprobs - first)[old].mean() < 1e-4 if old.any() else True
             if not old.any():  # begun after the update: nothing of the old weights is in its cache
                 assert np.abs(c.logprobs - second).mean() < 1e-4
@@ -314,7 +263,7 @@ def test_parameters_that_receive_nothing_or_only_a_part_are_named(worker: Worker
 def test_scores_are_raw_logprobs_and_come_while_every_place_is_taken(worker: WorkerProcess, learner: Learner) -> None:
     learner.publish("first")
     tokens = worker.call("collect", 0.0).stats.completion_tokens
-    worker.call("submit", [request("long", n=2 * MAX_NUM_SEQS, max_new_tokens=200, temperature=0.5)])
+    worker.call("submit", [request("long", n=2 * MAX_NUM_SEQS, max_new_tokens=LONG, temperature=0.5)])
     wait_for_tokens(worker, tokens + 50)
     sequences = [[*PROMPT, *range(100, 200)], [5, 6], [7]]
     scores = worker.call("score", sequences)
@@ -391,11 +340,8 @@ def test_nothing_of_an_aborted_group_is_reported_even_when_its_name_returns(
     tokens = worker.call("collect", 0.0).stats.completion_tokens
     # One that ends at once and is not collected, one that runs, and one that waits for a place.
     worker.call("submit", [request("done", max_new_tokens=1)])
-    worker.call("submit", [request("runs", n=6, max_new_tokens=200), request("waits", n=6, max_new_tokens=200)])
-    deadline = time.monotonic() + 30
-    while worker.call("score", [[1, 2, 3]]) and time.monotonic() < deadline:
-        break
-    time.sleep(0.2)
+    worker.call("submit", [request("runs", n=6, max_new_tokens=LONG), request("waits", n=6, max_new_tokens=LONG)])
+    worker.call("score", [[1, 2, 3]])  # answered after at least one step
     worker.call("abort", ["done", "runs", "waits", "unknown"])
     worker.call("submit", [request("runs", n=2, max_new_tokens=3)])
     completions = gather(worker, 2)
@@ -425,7 +371,7 @@ def test_what_cannot_be_sampled_is_a_failure_with_a_reason_and_the_worker_goes_o
     bad = [
         with_ids("empty", ()),
         with_ids("unknown", (5, VOCAB_SIZE)),
-        with_ids("overlong", (5,) * 256),
+        with_ids("overlong", (5,) * MAX_MODEL_LEN),
         request("cold", temperature=0.001),
         request("hot", temperature=3.0),
     ]
@@ -437,11 +383,11 @@ def test_what_cannot_be_sampled_is_a_failure_with_a_reason_and_the_worker_goes_o
         completions.extend(report.completions)
     assert failed["empty"] == "the prompt is empty"
     assert "token ids [264] are outside the vocabulary of 264" in failed["unknown"]
-    assert "256 tokens and rollout.max_model_len is 256" in failed["overlong"]
+    assert "512 tokens and rollout.max_model_len is 512" in failed["overlong"]
     assert "temperature is 0.001" in failed["cold"]
     assert "temperature is 3.0" in failed["hot"]
     assert {c.group_id for c in completions} == {"good"}
-    nearly = sample(worker, with_ids("nearly", (5,) * 250))
+    nearly = sample(worker, with_ids("nearly", (5,) * (MAX_MODEL_LEN - 6)))
     assert [len(c.token_ids) for c in nearly] == [6, 6], "what max_model_len leaves"
 
 
