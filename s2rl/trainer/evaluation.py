@@ -153,27 +153,35 @@ class Evaluation:
 
 
 class EvaluationSlot:
-    """At most one evaluation under way; `settle` waits for it."""
+    """At most one evaluation under way."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[EvalResult] | None = None
+        self.version: int | None = None
+        """The version under evaluation."""
 
-    def start(self, coroutine: Coroutine[Any, Any, EvalResult]) -> None:
-        """Begin; the last one must be settled."""
+    def start(self, coroutine: Coroutine[Any, Any, EvalResult], *, version: int) -> None:
+        """Begin; the last one must be taken or cancelled."""
         assert self._task is None, "the last evaluation is not settled"
-        self._task = asyncio.create_task(coroutine)
+        self._task, self.version = asyncio.create_task(coroutine), version
 
-    async def settle(self) -> EvalResult | None:
-        """Result of the evaluation under way, None when there is none."""
-        if self._task is None:
-            return None
-        try:
-            return await self._task
-        finally:
-            self._task = None
+    @property
+    def is_running(self) -> bool:
+        """Whether there is one that is not done."""
+        return self._task is not None and not self._task.done()
+
+    async def wait(self, limit_s: float) -> None:
+        """Return when it is done, or after `limit_s`."""
+        assert self._task is not None
+        await asyncio.wait([self._task], timeout=limit_s)
+
+    def take(self) -> EvalResult | None:
+        """The result of the one that is done, None when there is none. Raises what it raised."""
+        task, self._task, self.version = self._task, None, None
+        return None if task is None else task.result()
 
     def cancel(self) -> None:
         """Forget it."""
         if self._task is not None:
             self._task.cancel()
-            self._task = None
+            self._task = self.version = None

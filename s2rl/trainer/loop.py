@@ -101,6 +101,7 @@ class TrainingLoop:
         self._tuner = DepthTuner(groups_per_step=queue.groups_per_step, max_depth=queue.max_depth, depth=queue.depth)
         self._rollouts: TrainingRollouts | None = None
         self._evaluation = EvaluationSlot()
+        self._owes_evaluation = False
         self._held_row: dict[str, float | int | bool | None] | None = None
         self._changed = asyncio.Event()
         self._tick_failure: BaseException | None = None
@@ -289,10 +290,12 @@ class TrainingLoop:
 
     def _eval_due(self, step: int) -> bool:
         config = self._config.eval
-        return bool(self._eval_prompts) and (step % config.every == 0 or step == self._config.steps)
+        due = step % config.every == 0 or step == self._config.steps or self._owes_evaluation
+        return bool(self._eval_prompts) and due
 
     def _start_evaluation(self) -> None:
-        self._evaluation.start(self._evaluate(self._queue.version))
+        self._owes_evaluation = False
+        self._evaluation.start(self._evaluate(self._queue.version), version=self._queue.version)
 
     async def _evaluate(self, version: int) -> EvalResult:
         config = self._config.eval
@@ -311,7 +314,20 @@ class TrainingLoop:
 
     async def _settle_evaluation(self) -> None:
         """Wait for the evaluation under way and write the row that it belongs to."""
-        result = await self._evaluation.settle()
+        while self._evaluation.is_running:
+            self._check()
+            version = self._evaluation.version
+            if self._pool.has_newcomer and version == self._queue.version:
+                await self._sync.publish(version)
+            elif version != self._queue.version and not any(s.version == version for s in self._pool.alive):
+                # Its last worker died, and the learner has no weights of that version to give to the next.
+                logger.warning("the evaluation of version %s lost its workers; the next version is evaluated", version)
+                self._evaluation.cancel()
+                self._owes_evaluation = True
+                break
+            self._progress.check(f"the learner, for the evaluation of version {version}")
+            await self._evaluation.wait(_TICK_S)
+        result = self._evaluation.take()
         if result is not None:
             assert self._held_row is not None
             self._held_row |= result.metrics()

@@ -226,7 +226,11 @@ class _Run:
 
     async def _replacement(self, index: int) -> WorkerHandle:
         worker = await self._placement.worker(index)
-        await worker.start()
+        try:
+            await worker.start()
+        except BaseException:
+            await close_quietly([worker])
+            raise
         return worker
 
     async def _train(
