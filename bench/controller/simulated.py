@@ -184,7 +184,7 @@ class SimulatedWorker:
     ) -> None:
         self.index = index
         self.faults = faults or Faults()
-        self.dead = self.closed = False
+        self.dead = self.dead_before_close = self.closed = False
         self.calls: Counter[str] = Counter()
         self._network, self._costs, self._length, self._slots = network, costs, length, max_num_seqs
         self._loop = asyncio.get_running_loop()
@@ -306,8 +306,8 @@ class SimulatedWorker:
     async def close(self) -> None:
         """See `WorkerHandle`."""
         self.closed = True
-        if not self.dead:
-            self.die()
+        self.dead_before_close = self.dead_before_close or self.dead
+        self.die()
 
     # ---- faults ----------------------------------------------------------------------------------------------------
 

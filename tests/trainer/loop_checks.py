@@ -10,14 +10,15 @@ from bench.controller.clock import run_in_virtual_time
 from bench.controller.simulated import SimulatedLearner
 from bench.controller.wiring import SimulatedRun, simulated_config
 
-ALWAYS = (
-    "step version reward/mean reward/std reward/mixed_groups reward/grader_timeouts reward/grader_errors loss/total "
-    "staleness/max staleness/mean queue/drawn queue/waiting queue/in_flight queue/finished queue/trained queue/dropped "
-    "queue/depth batch/samples batch/skipped_samples batch/tokens batch/micro_batches batch/padding_fraction "
-    "rollout/length_mean rollout/length_max rollout/truncated time/step_s time/train_s time/learner_idle_s "
-    "time/rollout_idle_s time/rollout_busy_s throughput/train_tokens_per_s throughput/rollout_tokens_per_s optim/lr "
-    "optim/grad_norm memory/learner_rss_mb memory/rollout_rss_mb"
-).split()
+KEYS = """
+    step version reward/mean reward/std reward/mixed_groups reward/grader_timeouts reward/grader_errors loss/total
+    staleness/max staleness/mean queue/drawn queue/waiting queue/in_flight queue/finished queue/trained queue/dropped
+    queue/depth batch/samples batch/skipped_samples batch/tokens batch/micro_batches batch/padding_fraction
+    rollout/length_mean rollout/length_max rollout/truncated time/step_s time/train_s time/learner_idle_s
+    time/rollout_idle_s time/rollout_busy_s throughput/train_tokens_per_s throughput/rollout_tokens_per_s optim/lr
+    optim/grad_norm memory/learner_rss_mb memory/rollout_rss_mb
+"""
+ALWAYS = KEYS.split()
 
 
 def simulate(run: SimulatedRun | None = None, /, *, parts: dict[str, Any] | None = None, **config: Any) -> SimulatedRun:
@@ -65,7 +66,7 @@ def check_whole_run(run: SimulatedRun) -> None:
     ages = ages_by_step(run)
     for row in rows:
         found = ages[row["step"]]
-        assert 0 <= min(found) and max(found) <= config.staleness.max_staleness
+        assert min(found) >= 0 and max(found) <= config.staleness.max_staleness
         assert row["staleness/max"] == max(found)
     # Every drawn prompt was trained once or dropped once, and nothing else happened to any.
     trained = [group.group_id for group, _ in run.log.groups]
