@@ -117,8 +117,8 @@ class GradingConfig(Section):
 class SamplingConfig(Section):
     """Sampling parameters for training rollouts."""
 
-    temperature: PositiveFloat = 1.0
-    """Softmax temperature; the learner divides its logits by the same number."""
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    """Softmax temperature; the learner divides its logits by the same number. vLLM takes 0.01 to 2."""
     top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
     """Only 1.0: with a truncated distribution the engine's log-probabilities are renormalised over tokens that the
     learner does not know, and importance ratios would be wrong."""
