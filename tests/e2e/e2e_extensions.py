@@ -42,7 +42,7 @@ class CorruptingExtension(SyncExtension):
 
 
 class ForgetfulExtension(SyncExtension):
-    """Leaves out what vLLM needs after a load: the packed copy of a tied output head stays that of the first weights."""
+    """Leaves out what vLLM needs after a load: the packed copy of a tied head stays that of the first weights."""
 
     def s2rl_reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         repack = vllm_compat._repack_tied_heads

@@ -43,7 +43,7 @@ class Trained:
     """Of metrics.jsonl, at the end of the command."""
 
 
-# ---- one asynchronous run on two learner ranks: trained, resumed, evaluated -------------------------------------------
+# ---- one asynchronous run on two learner ranks: trained, resumed, evaluated ------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_nothing_of_a_finished_run_is_left(resumed: Trained, trained: Trained) -
         check_nothing_is_left(run.command)
 
 
-# ---- strictly on-policy ----------------------------------------------------------------------------------------------
+# ---- strictly on-policy ---------------------------------------------------------------------------------------------
 
 
 def test_without_staleness_every_token_is_of_the_policy_that_it_trains(
@@ -151,7 +151,7 @@ def test_without_staleness_every_token_is_of_the_policy_that_it_trains(
         assert row["policy/importance_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
-# ---- weights that are wrong after a sync ------------------------------------------------------------------------------
+# ---- weights that are wrong after a sync -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

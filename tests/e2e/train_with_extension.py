@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from s2rl import Trainer, load_config
 from s2rl.cli.output import print_problem
@@ -12,7 +12,7 @@ from s2rl.trainer.placement import RayPlacement
 
 
 class Placement(RayPlacement):
-    worker_options: dict[str, Any] = {"extension_cls": f"e2e_extensions.{sys.argv[1]}"}
+    worker_options: ClassVar[dict[str, Any]] = {"extension_cls": f"e2e_extensions.{sys.argv[1]}"}
 
 
 if __name__ == "__main__":
