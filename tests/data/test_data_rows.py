@@ -75,6 +75,8 @@ def test_optional_columns_may_be_absent_only_while_they_have_their_default_names
     row = parse(GOOD)
     assert (row.data_source, row.extra) == ("", {})
     assert parse({**GOOD, "data_source": None, "extra_info": None}).extra == {}
+    # As a run folder's config.yaml has them: all defaults are spelled out.
+    assert parse(GOOD, **ColumnsConfig().model_dump()).extra == {}
     assert "data source: no such column at 'sauce' (data.columns.data_source)" in refusal(GOOD, data_source="sauce")
 
 
