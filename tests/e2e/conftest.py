@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from e2e_runs import ROOT, Command
 
+# The simulated processes live beside the controller bench.
+sys.path.insert(0, str(ROOT))
+
 
 def _load(path: str) -> ModuleType:
     name = "e2e_" + path.removesuffix(".py").replace("/", "_")
