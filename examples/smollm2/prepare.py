@@ -240,21 +240,48 @@ class Task:
     num_digits: int
     num_train: int
     num_heldout: int
+    example: tuple[str, str] | None = None
+    """A problem and its solution that stand in front of each problem, as an earlier turn of the conversation."""
     below_zero: bool = False
-    """Whether problems with a negative answer are used. The untrained model leaves the minus sign out of nearly all of
-    them, so their groups carry no reward and no gradient."""
+    """Whether problems are used whose total falls below zero on the way or at the end. The untrained model leaves the
+    minus sign out of nearly all of them, so their groups carry no reward and no gradient."""
 
 
 # There are 155 different problems with two terms of one digit and an answer that is not negative.
 TASKS = {
     "quickstart": Task(num_terms=2, num_digits=1, num_train=105, num_heldout=50),
-    "hard": Task(num_terms=3, num_digits=2, num_train=4000, num_heldout=128),
+    "hard": Task(
+        num_terms=3,
+        num_digits=2,
+        num_train=4000,
+        num_heldout=128,
+        example=("23 + 45 - 12", "23 + 45 = 68, 68 - 12 = 56"),
+    ),
 }
 
 
-def prompt_messages(expression: str) -> list[dict[str, str]]:
+def prompt_messages(task: Task, expression: str) -> list[dict[str, str]]:
     """Short, because every token of it is computed for every sample; the system message replaces a longer default."""
-    return [{"role": "system", "content": "Answer with a number."}, {"role": "user", "content": f"{expression} ="}]
+    if task.example is None:
+        return [{"role": "system", "content": "Answer with a number."}, {"role": "user", "content": f"{expression} ="}]
+    question, solution = task.example
+    return [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": solution},
+        {"role": "user", "content": expression},
+    ]
+
+
+def falls_below_zero(expression: str) -> bool:
+    """Whether the running total of `3 - 7 + 9` is ever negative."""
+    first, *rest = expression.split()
+    total = int(first)
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        total += int(number) if sign == "+" else -int(number)
+        if total < 0:
+            return True
+    return False
 
 
 def distinct_problems(task: Task, seed: int) -> list[tuple[str, str]]:
@@ -277,8 +304,10 @@ def distinct_problems(task: Task, seed: int) -> list[tuple[str, str]]:
     )
     problems: dict[str, str] = {}
     for entry in entries:
-        if task.below_zero or not entry["answer"].startswith("-"):
-            problems.setdefault(entry["metadata"]["expression"], entry["answer"])
+        expression = entry["metadata"]["expression"]
+        shown = task.example is not None and expression == task.example[0]
+        if not shown and (task.below_zero or not falls_below_zero(expression)):
+            problems.setdefault(expression, entry["answer"])
         if len(problems) == needed:
             break
     if len(problems) < needed:
@@ -291,11 +320,11 @@ def distinct_problems(task: Task, seed: int) -> list[tuple[str, str]]:
     return ordered
 
 
-def data_row(expression: str, answer: str, *, split: str, index: int) -> dict[str, Any]:
+def data_row(task: Task, expression: str, answer: str, *, split: str, index: int) -> dict[str, Any]:
     """One row with the columns that verl uses."""
     return {
         "data_source": "chain_sum",
-        "prompt": prompt_messages(expression),
+        "prompt": prompt_messages(task, expression),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": answer},
         "extra_info": {"split": split, "index": index, "expression": expression},
@@ -315,7 +344,9 @@ def prepare_data(out_dir: Path, task: Task, *, seed: int = 0) -> tuple[Path, Pat
     problems = distinct_problems(task, seed)
     splits = {"heldout": problems[: task.num_heldout], "train": problems[task.num_heldout :]}
     for split, pairs in splits.items():
-        rows = [data_row(expression, answer, split=split, index=i) for i, (expression, answer) in enumerate(pairs)]
+        rows = [
+            data_row(task, expression, answer, split=split, index=i) for i, (expression, answer) in enumerate(pairs)
+        ]
         write_jsonl(out_dir / f"{split}.jsonl", rows)
     print(f"data: {task.num_train} training and {task.num_heldout} held-out problems in {out_dir}")
     return out_dir / "train.jsonl", out_dir / "heldout.jsonl"
@@ -331,7 +362,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--digits", type=int, help="digits of each term, in place of the task's")
     parser.add_argument("--train", type=int, help="number of training problems, in place of the task's")
     parser.add_argument("--heldout", type=int, help="number of held-out problems, in place of the task's")
-    parser.add_argument("--below-zero", action="store_true", help="use problems with a negative answer, too")
+    parser.add_argument("--below-zero", action="store_true", help="use problems with negative totals, too")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     for name in ("terms", "digits", "train", "heldout"):
@@ -351,6 +382,7 @@ def main(argv: list[str] | None = None) -> int:
         num_digits=arguments.digits or base.num_digits,
         num_train=arguments.train or base.num_train,
         num_heldout=arguments.heldout or base.num_heldout,
+        example=base.example,
         below_zero=arguments.below_zero,
     )
     try:
