@@ -188,8 +188,8 @@ def _optional(values: Mapping[str, Any], columns: ColumnsConfig, name: str, *, w
     if value is not _MISSING:
         return value
     if path != type(columns).model_fields[name].default:
-        # Only the default may be absent: another name is either there or misspelled. (Whether someone wrote it down does
-        # not tell: a run folder's config.yaml spells out every default.)
+        # Only the default may be absent: another name is either there or misspelled. (Whether someone wrote it down
+        # does not tell: a run folder's config.yaml spells out every default.)
         raise DataError(_no_value(name, path, values=values, where=where))
     return None
 
