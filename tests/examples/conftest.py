@@ -35,6 +35,11 @@ def smollm2() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def smollm2_rewards() -> ModuleType:
+    return load("examples/smollm2/rewards.py")
+
+
+@pytest.fixture(scope="session")
 def one_file() -> ModuleType:
     return load("examples/grpo_in_one_file.py")
 

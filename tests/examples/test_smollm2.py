@@ -141,3 +141,29 @@ def test_a_complete_folder_is_left_alone(smollm2, tmp_path, capsys):
     (tmp_path / ".complete").touch()
     smollm2.prepare_model(tmp_path)
     assert "there already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "steps"),
+    [
+        ("23 + 45 = 68, 68 - 12 = 56", 1.0, 1.0),
+        ("it is 56", 1.0, 0.0),
+        ("23 + 45 = 68, 68 - 12 = 55", 0.4, 1.0),
+        ("23 + 45 = 67, 67 - 12 = 55", 0.0, 0.0),
+        ("no idea", 0.0, 0.0),
+    ],
+)
+def test_steps_on_the_way_earn_credit(smollm2_rewards, text, total, steps):
+    from s2rl.rewards import RewardInput
+
+    item = RewardInput(text=text, answer="56", extra={"expression": "23 + 45 - 12"})
+    score = smollm2_rewards.running_sum(item, step_credit=0.4)
+    assert score.total == pytest.approx(total)
+    assert score.parts["steps"] == steps
+
+
+def test_problems_below_zero_on_request(smollm2):
+    assert smollm2.falls_below_zero("3 - 7 + 9") and not smollm2.falls_below_zero("7 - 3 - 4")
+    with_negatives = smollm2.Task(num_terms=2, num_digits=1, num_train=150, num_heldout=50, below_zero=True)
+    assert any(answer.startswith("-") for _, answer in smollm2.distinct_problems(with_negatives, 0))
+    assert not any(smollm2.falls_below_zero(e) for e, _ in smollm2.distinct_problems(smollm2.TASKS["hard"], 0))
