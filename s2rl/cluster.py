@@ -126,7 +126,8 @@ class Actor:
         import ray.exceptions
 
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), limit_s)
+            async with asyncio.timeout(limit_s):
+                return await asyncio.wrap_future(ref.future())
         except TimeoutError as error:
             raise StalledError(f"waited {limit_s:.0f} s for {self.name} to answer {method}()") from error
         except ray.exceptions.RayTaskError as error:

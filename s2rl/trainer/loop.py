@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -148,8 +148,8 @@ class TrainingLoop:
         """Train until the configured steps are done, the accuracy is reached, or `stop` is set."""
         self._totals_before = self._pool.totals  # what the workers did before belongs to no step
         background = [
-            asyncio.create_task(self._guard(self.rollouts.feed())),
-            asyncio.create_task(self._guard(self._tick())),
+            asyncio.create_task(self._guard(self.rollouts.feed)),
+            asyncio.create_task(self._guard(self._tick)),
         ]
         try:
             if self.state.step == 0 and self._eval_due(0) and self._config.eval.at_start:
@@ -170,9 +170,9 @@ class TrainingLoop:
             await asyncio.gather(*background, return_exceptions=True)
             await self.rollouts.close()
 
-    async def _guard(self, loop: object) -> None:
+    async def _guard(self, loop: Callable[[], Awaitable[None]]) -> None:
         try:
-            await loop  # type: ignore[misc]
+            await loop()
         except Exception as error:  # noqa: BLE001 - a background loop's failure must reach the step loop
             self._tick_failure = error
             self._on_change()
@@ -206,7 +206,8 @@ class TrainingLoop:
             )
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _TICK_S)
+                async with asyncio.timeout(_TICK_S):
+                    await self._changed.wait()
 
     async def _step(self, groups: list[RolloutGroup]) -> None:
         started = time.monotonic()

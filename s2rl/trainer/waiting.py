@@ -15,8 +15,10 @@ T = TypeVar("T")
 
 async def within(awaitable: Awaitable[T], *, limit_s: float, who: str, what: str) -> T:
     """Await with a limit; `StalledError` says who waited for what."""
+    # Not `asyncio.wait_for`: up to Python 3.11 it loses a cancellation that meets the result.
     try:
-        return await asyncio.wait_for(awaitable, limit_s)
+        async with asyncio.timeout(limit_s):
+            return await awaitable
     except TimeoutError as error:
         raise StalledError(f"{who} waited {limit_s:.0f} s for {what}") from error
 
