@@ -102,6 +102,7 @@ class Actor:
     async def build(self, factory: str, *, limit_s: float, **kwargs: Any) -> None:
         """Build the hosted object."""
         self.pid = await self._wait(self._actor.build.remote(factory, kwargs), "build", limit_s)
+        logger.info("%s is process %d", self.name, self.pid)
 
     async def call(self, method: str, *args: Any, limit_s: float, lane: str = "main", **kwargs: Any) -> Any:
         """Call a method; raises what it raised, `ActorDied` when the process is gone, `StalledError` after
