@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,17 +135,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def actor_pid(command: Command, name: str) -> int:
-    """Process id of an actor of a run: `rollout-0`, `learner-1`."""
-    log = f"/{name}.log"
-    for pid in marked_processes(command.mark):
-        try:
-            files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:
-            continue
-        if any(file.endswith(log) for file in files):
-            return pid
-    raise AssertionError(f"no process of {name}")
+def actor_pid(run: Path, name: str) -> int:
+    """Process id of the newest actor of this name: `rollout-0`, `learner-1`."""
+    found = re.findall(rf"{name} is process (\d+)", (run / "run.log").read_text(encoding="utf-8"))
+    assert found, f"no process of {name}"
+    return int(found[-1])
 
 
 def check_nothing_is_left(command: Command) -> None:

@@ -114,7 +114,7 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_goes_on(
     chance = random.Random(seed)
     command = runs.start_and_reach(chance.randint(1, 8))
     time.sleep(chance.uniform(0, 0.5))
-    victim = actor_pid(command, "rollout-0")
+    victim = actor_pid(runs.run, "rollout-0")
     os.kill(victim, signal.SIGKILL)
     ended = command.wait()
     assert ended.code == 0, ended.out + ended.err
@@ -131,7 +131,7 @@ def test_a_killed_learner_ends_the_run_with_instructions_and_the_next_start_resu
     chance = random.Random(seed)
     command = runs.start_and_reach(chance.randint(4, 12))
     time.sleep(chance.uniform(0, 0.5))
-    os.kill(actor_pid(command, f"learner-{victim}"), signal.SIGKILL)
+    os.kill(actor_pid(runs.run, f"learner-{victim}"), signal.SIGKILL)
     killed = time.monotonic()
     ended = command.wait()
     assert time.monotonic() - killed < 60
