@@ -73,8 +73,8 @@ def check_probe(
         raise SyncError(
             f"weight sync probe ({where}): engine and learner disagree on log-probabilities: mean relative "
             f"|difference| {mean:.3g} is above the tolerance {tolerance:.3g}; the largest is "
-            f"{difference[worst]:.3g} at {_position(worst, lengths[0])} (learner {ours[worst]:.5f}, engine {theirs[worst]:.5f}). The engine does "
-            "not compute with the weights that it was sent"
+            f"{difference[worst]:.3g} at {_position(worst, lengths[0])} (learner {ours[worst]:.5f}, engine "
+            f"{theirs[worst]:.5f}). The engine does not compute with the weights that it was sent"
         )
     return mean
 
