@@ -167,6 +167,17 @@ def keep_host_memory() -> bool:
     return all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings)
 
 
+def limit_kernel_caches() -> None:
+    """Bound what torch's CPU kernels remember per tensor shape; before the first computation of this process.
+
+    oneDNN and torch's layer above it keep up to 1,024 generated kernels each. Micro-batches come in ever new shapes, so
+    by default a learner grows by half a GiB over its first hundred steps. A step needs a few dozen per micro-batch.
+    Values that the environment sets already stay.
+    """
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
+
 def return_host_memory() -> None:
     """Hand free memory back to the system once: after something large that does not come again at every step."""
     with contextlib.suppress(OSError, AttributeError):

@@ -19,7 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from s2rl.config.schema import AlgorithmConfig, Device, Dtype, LearnerConfig, ModelConfig
 from s2rl.data.tokenizer import tokenizer_facts
-from s2rl.device import claim, device_spec, keep_host_memory, resident_memory_mb, return_host_memory, seed_all
+from s2rl.device import (
+    claim,
+    device_spec,
+    keep_host_memory,
+    limit_kernel_caches,
+    resident_memory_mb,
+    return_host_memory,
+    seed_all,
+)
 from s2rl.errors import RunError, SyncError
 from s2rl.fsdp.checkpoint import LearnerCheckpoint
 from s2rl.fsdp.collate import ForwardInputs
@@ -99,6 +107,7 @@ class Learner:
         """Join the other ranks and load the sharded policy; its version is 0."""
         torch.set_num_threads(self._learner.threads)
         if self._device_name == "cpu":
+            limit_kernel_caches()
             keep_host_memory()
         device = claim(self._device_name)
         # Ranks draw different numbers, as they work on different data.
