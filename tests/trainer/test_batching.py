@@ -169,20 +169,20 @@ def tuner(depth: int) -> DepthTuner:
 
 def test_depth_goes_down_while_finished_groups_lie_ready():
     depth = tuner(40)
-    seen = [depth.observe(idle_s=0.0, step_s=1.0, spare_groups=8) for _ in range(60)]
+    seen = [depth.observe(idle_s=0.0, step_s=1.0, spare_groups=8) for _ in range(80)]
     assert seen[-1] == 8 and seen == sorted(seen, reverse=True)
 
 
-def test_depth_never_goes_down_by_more_than_there_is_to_spare():
+def test_depth_never_goes_down_by_more_than_a_quarter_of_a_batch():
     depth = tuner(40)
-    steps = np.diff([40] + [depth.observe(idle_s=0.0, step_s=1.0, spare_groups=2) for _ in range(12)])
+    steps = np.diff([40] + [depth.observe(idle_s=0.0, step_s=1.0, spare_groups=30) for _ in range(12)])
     assert steps.min() == -2
 
 
-def test_depth_goes_up_to_the_bound_when_the_learner_waits():
+def test_depth_goes_up_by_a_batch_to_the_bound_when_the_learner_waits():
     depth = tuner(8)
     seen = [depth.observe(idle_s=0.2, step_s=1.0, spare_groups=0) for _ in range(30)]
-    assert seen[0] == 10 and seen[-1] == 40
+    assert seen[:4] == [16, 24, 32, 40] and seen[-1] == 40
 
 
 def test_depth_stays_when_the_learner_neither_waits_nor_has_groups_to_spare():
@@ -190,10 +190,24 @@ def test_depth_stays_when_the_learner_neither_waits_nor_has_groups_to_spare():
     assert {depth.observe(idle_s=0.001, step_s=1.0, spare_groups=1) for _ in range(30)} == {20}
 
 
-def test_one_wait_starts_the_patience_anew():
+def test_a_step_without_spare_groups_starts_the_patience_anew():
     depth = tuner(20)
     for _ in range(10):
-        depth.observe(idle_s=0.0, step_s=1.0, spare_groups=8)
-        depth.observe(idle_s=0.0, step_s=1.0, spare_groups=8)
-        depth.observe(idle_s=0.0, step_s=1.0, spare_groups=0)
+        for spare in (8, 8, 0):
+            depth.observe(idle_s=0.0, step_s=1.0, spare_groups=spare)
     assert depth.depth == 20
+
+
+def test_going_down_in_vain_is_tried_ever_more_rarely():
+    depth = tuner(20)
+    waits = []
+    for step in range(600):
+        # The learner waits whenever depth is below 20.
+        before = depth.depth
+        depth.observe(idle_s=0.3 if before < 20 else 0.0, step_s=1.0, spare_groups=8)
+        if before < 20:
+            waits.append(step)
+            depth.depth = 20
+    gaps = np.diff(waits)
+    assert len(waits) < 15
+    assert gaps[-1] > 60 > 10 > gaps[0]
