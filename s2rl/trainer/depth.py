@@ -31,7 +31,7 @@ class DepthTuner:
     """Since the learner waited last."""
 
     def observe(self, *, idle_s: float, step_s: float, spare_groups: int) -> int:
-        """One step is over; returns the new depth. `spare_groups`: finished groups left when its batch was handed out."""
+        """One step is over; returns the new depth. `spare_groups`: finished groups left at its hand-out."""
         stride = max(1, math.ceil(self.groups_per_step / 4))
         if step_s > 0 and idle_s / step_s > self.idle_share:
             if self._went_down:
