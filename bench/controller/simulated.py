@@ -420,7 +420,7 @@ class SimulatedWorker:
                 finish_reason=FinishReason.LENGTH
                 if job.length == request.sampling.max_new_tokens
                 else FinishReason.STOP,
-                text="",
+                text="42" if zlib.crc32(f"{request.group_id}/{job.index}".encode()) >> 16 & 1 else "41",
             )
         )
         self._wake.set()
