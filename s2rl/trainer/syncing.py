@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 30.0
 # The members of a collective give up on a missing one before the calls to them do: then only the missing one is silent.
 _COLLECTIVE_SHARE = 0.8
+_BROKEN_S = 10.0
+# How long the rest may take to answer once a member of a collective has failed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,10 @@ class SyncOutcome:
     probe_difference: float
     """Mean |difference| of the probe's log-probabilities, the worst worker's."""
     num_tensors: int
+
+
+class _GivenUp(SyncError):
+    """A worker was not waited for any longer because another member failed: it is not the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +106,8 @@ class WeightSync:
         joins = [m.handle.join_sync(spec(1 + i * tp), self._manifest) for i, m in enumerate(members)]
         learner, *workers = await self._all(
             self._learner.join_sync(spec(0)),
-            *joins,
+            joins,
+            members=members,
             what=f"learner rank 0 and {_names(members)} to join the process group",
         )
         self._raise_unless_death(learner, workers, members)
@@ -132,20 +139,38 @@ class WeightSync:
     def _members(self) -> list[_Member]:
         return [_Member(slot=s, handle=s.handle) for s in self._pool.alive]
 
-    async def _all(self, *calls: Awaitable[object], what: str) -> list[object]:
-        """Results and errors of all calls. Each has a limit of its own that ends before this one."""
-        return await within(
-            asyncio.gather(*calls, return_exceptions=True),
-            limit_s=self._limit_s + _GRACE_S,
-            who="weight sync",
-            what=what,
-        )
+    async def _all(
+        self, learner: Awaitable[object], workers: Sequence[Awaitable[object]], *, members: Sequence[_Member], what: str
+    ) -> list[object]:
+        """Results and errors of the learner's call and of those to `members`, in this order.
+
+        Each call has a limit of its own. But once one of them failed, its peers may sit in a collective until their
+        limit: a worker that does not answer soon after is given up, so that one death does not cost minutes.
+        """
+        tasks = [asyncio.ensure_future(call) for call in (learner, *workers)]
+        limit_s = self._limit_s + _GRACE_S
+        done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        failure = next((e for t in done if not t.cancelled() and (e := t.exception()) is not None), None)
+        if pending and failure is not None:
+            _, pending = await asyncio.wait(pending, timeout=_BROKEN_S)
+            for member, task in zip(members, tasks[1:], strict=True):
+                if task in pending:
+                    error = _GivenUp(f"no answer {_BROKEN_S:.0f} s after {what} failed elsewhere: {failure}")
+                    self._pool.died(member.slot, error, handle=member.handle, caused_by_another=True)
+                    task.cancel()
+            _, pending = await asyncio.wait(tasks, timeout=limit_s)
+        if pending:
+            for task in pending:
+                task.cancel()
+            raise StalledError(f"weight sync waited {limit_s:.0f} s for {what}")
+        return [_outcome(task, failure) for task in tasks]
 
     async def _publish_once(self, version: int, started: float) -> SyncOutcome | None:
         members = self._members()
         published, *loaded = await self._all(
             self._learner.publish(version),
-            *(m.handle.load_weights(version) for m in members),
+            [m.handle.load_weights(version) for m in members],
+            members=members,
             what=f"publication of version {version} to {_names(members)}",
         )
         self._raise_unless_death(published, loaded, members)
@@ -176,7 +201,8 @@ class WeightSync:
         """
         ours, *theirs = await self._all(
             self._learner.score([self._probe], 1.0),
-            *(m.handle.score([self._probe]) for m in members),
+            [m.handle.score([self._probe]) for m in members],
+            members=members,
             what=f"the probe of version {version} by {_names(members)}",
         )
         self._raise_unless_death(ours, theirs, members)
@@ -197,7 +223,12 @@ class WeightSync:
         if not errors and learner_error is None:
             return
         dead_or_hung = WorkerDied | StalledError
-        gone = [m for m in members if not m.is_here or isinstance(errors.get(m.handle.index), dead_or_hung)]
+        given_up = [m for m in members if isinstance(errors.get(m.handle.index), _GivenUp)]
+        gone = [
+            m
+            for m in members
+            if m not in given_up and (not m.is_here or isinstance(errors.get(m.handle.index), dead_or_hung))
+        ]
         if not gone:
             raise learner_error or next(iter(errors.values()))
         if learner_error is not None and not isinstance(learner_error, SyncError):
@@ -215,6 +246,12 @@ class WeightSync:
                 )
         # The process group lost a member: the survivors need a new one even before the replacement stands.
         self._pool.needs_rejoin = True
+
+
+def _outcome(task: asyncio.Future[object], failure: BaseException | None) -> object:
+    if task.cancelled():
+        return _GivenUp(f"given up because another member failed: {failure}")
+    return task.exception() or task.result()
 
 
 def _names(members: Sequence[_Member]) -> str:
