@@ -23,6 +23,11 @@ class NothingCanHappen(RuntimeError):
 class VirtualClockLoop(asyncio.SelectorEventLoop):
     """See the module docstring. What would run in a thread runs at once instead, and takes no time."""
 
+    # Of asyncio's base loop, CPython 3.11 to 3.13.
+    _scheduled: list[Any]
+    _ready: Any
+    _timer_cancelled_count: int
+
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
@@ -31,7 +36,9 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop was made."""
         return self._now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """Call it now."""
         future = self.create_future()
         try:
@@ -41,7 +48,6 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return future
 
     def _run_once(self) -> None:
-        # `_ready`, `_scheduled` and the bookkeeping of cancelled timers are those of CPython 3.11 to 3.13.
         while self._scheduled and self._scheduled[0]._cancelled:
             self._timer_cancelled_count -= 1
             heapq.heappop(self._scheduled)._scheduled = False
@@ -49,7 +55,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
             if not self._scheduled:
                 raise NothingCanHappen("every task waits and no timer runs")
             self._now = max(self._now, self._scheduled[0].when())
-        super()._run_once()
+        super()._run_once()  # type: ignore[misc]
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m bench.controller.run
 
-The real queue, pool, rollouts, sync, evaluation slot, planner and loop drive rollout workers and a learner that sleep for as
-long as real ones would compute. The same lengths and costs go through `ideal.py`, which has no overhead, so the
-difference is what the controller itself costs the learner. All runs take place in real time in this process, so its CPU
+The real queue, pool, rollouts, sync, planner and loop drive rollout workers and a learner that sleep for as long as
+real ones would compute. The same lengths and costs go through `ideal.py`, which has no overhead, so the difference is
+what the controller itself costs the learner. All runs take place in real time in this process, so its CPU
 time holds the controller and the simulated processes.
 """
 
@@ -125,9 +125,9 @@ def profile(*, groups: int, max_staleness: int) -> None:
     for (file, _, _), (_, _, own_s, _, _) in stats.stats.items():  # type: ignore[attr-defined]
         parts = Path(file).parts
         name = next((p for p in ("bench", "s2rl", "asyncio", "numpy") if p in parts), "other")
-        shares["/".join(parts[parts.index("s2rl") + 1 :][-2:]) if name == "s2rl" and "trainer" in parts else name] += (
-            own_s
-        )
+        if name == "s2rl":
+            name = "/".join(parts[-2:])
+        shares[name] += own_s
     total = sum(shares.values())
     for name, own_s in shares.most_common(14):
         print(f"{own_s / total:6.1%}  {name}")
@@ -136,13 +136,21 @@ def profile(*, groups: int, max_staleness: int) -> None:
 
 def show(result: Result) -> None:
     """One line of the table."""
-    print(
-        f"| {result.max_staleness} | {result.depth} | {result.grading} | {result.seconds:.0f} s | {result.idle_share:.1%} | "
-        f"{result.ideal_idle_share:.1%} | {100 * result.above_ideal:+.1f} | {result.blind_bound:.1%} | "
-        f"{result.clairvoyant_bound:.1%} | {result.staleness_mean:.2f} | {result.depth_mean:.0f} | "
-        f"{result.cpu_ms_per_completion:.2f} ms |",
-        flush=True,
+    cells = (
+        str(result.max_staleness),
+        result.depth,
+        result.grading,
+        f"{result.seconds:.0f} s",
+        f"{result.idle_share:.1%}",
+        f"{result.ideal_idle_share:.1%}",
+        f"{100 * result.above_ideal:+.1f}",
+        f"{result.blind_bound:.1%}",
+        f"{result.clairvoyant_bound:.1%}",
+        f"{result.staleness_mean:.2f}",
+        f"{result.depth_mean:.0f}",
+        f"{result.cpu_ms_per_completion:.2f} ms",
     )
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main() -> int:
@@ -158,9 +166,8 @@ def main() -> int:
     if args.profile:
         profile(groups=args.groups, max_staleness=args.staleness[0])
         return 0
-    print(
-        f"{args.groups} groups of {GROUP_SIZE}, {GROUPS_PER_STEP} a step, {WORKERS} workers of {SLOTS} slots; {machine()}\n"
-    )
+    print(f"{args.groups} groups of {GROUP_SIZE}, {GROUPS_PER_STEP} a step, {WORKERS} workers of {SLOTS} slots")
+    print(f"{machine()}\n")
     print(
         "| bound | depth | grading | time | learner idle | ideal | above it, points | any policy, blind | any policy, "
         "clairvoyant | mean staleness | mean depth | CPU per completion |"
@@ -178,7 +185,7 @@ def main() -> int:
         write_json(args.out, {"results": [asdict(r) for r in results]})
     missed = [r for r in results if r.above_ideal > IDLE_LIMIT or r.cpu_ms_per_completion > CPU_LIMIT_MS]
     print(
-        f"\nlimits: {100 * IDLE_LIMIT:.0f} points above the ideal run, {CPU_LIMIT_MS:g} ms; missed by {len(missed)} runs"
+        f"\nlimits: {100 * IDLE_LIMIT:.0f} points above the ideal run, {CPU_LIMIT_MS:g} ms; {len(missed)} runs missed"
     )
     return 1 if missed else 0
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.controller.simulated import Costs, Faults, Network, SimulatedLearner, SimulatedWorker, lognormal_length
+from bench.controller.simulated import Costs, Faults, Network, SimulatedLearner, lognormal_length
+from bench.controller.simulated_worker import SimulatedWorker
 from s2rl.config import RunConfig, config_from_dict
 from s2rl.data.encode import Dropped
 from s2rl.trainer import trainer
