@@ -54,6 +54,12 @@ def inspect_model(folder: Path) -> ModelFacts:
     )
 
 
+def architectures_of(folder: Path) -> tuple[str, ...]:
+    """Entries of `architectures` in config.json; none when it names none."""
+    found = _read_json(folder / "config.json").get("architectures")
+    return tuple(str(name) for name in found) if isinstance(found, list) else ()
+
+
 def check_tokenizer(folder: Path, *, key: str) -> None:
     """Raise `ModelError` when a folder holds no tokenizer files."""
     if not folder.is_dir():

@@ -7,7 +7,7 @@ range, one tensor at a time, and is cast on the way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from s2rl.config.model_folder import architectures_of
 from s2rl.config.schema import Device, LearnerConfig, ModelConfig
 from s2rl.errors import ModelError
 from s2rl.fsdp.policy import Policy
@@ -84,29 +85,16 @@ def build_policy(
     Masters are float32; with `trainable=False` (the frozen reference) parameters are held in the compute type instead.
     Raises ModelError for a folder, architecture, class name or tensor that does not fit.
     """
-    config = _read_config(model)
-    adapter, architecture = adapter_for(config.architectures)
-    attention = resolve_attention(model.attention, device=device.type)  # type: ignore[arg-type]
-    packed = resolve_packing(learner.packing, attention=attention)
-    if packed and not adapter.packable:
-        raise ModelError(f"learner.packing: {architecture} cannot keep packed sequences apart; set it to 'off'.")
-    compute = getattr(torch, learner.dtype)
-    held = torch.float32 if trainable else compute
-    causal_lm = _build_on_meta(adapter.model_class(architecture), config, attention=attention, dtype=held)
-    if learner.activation_checkpointing and trainable:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    built = _build(model, learner, device=device.type, trainable=trainable)
+    causal_lm, adapter, disk, names = built.causal_lm, built.adapter, built.disk, built.names
     policy = Policy(causal_lm, chunk_tokens=learner.logprob_chunk_tokens)
     # Checkpointing is bound to training mode; nothing else is, since every dropout is set to 0.
     policy.train(learner.activation_checkpointing and trainable)
     policy.requires_grad_(trainable)
 
-    disk = read_layout(model.path)
-    tied = bool(config.tie_word_embeddings)
-    names = _disk_names(causal_lm, adapter, tied=tied)
-    _check_layout(causal_lm, names, disk, folder=model.path)
-
     keep_gathered = trainable and _keeps_gathered(learner, world_size=mesh.size())
-    _shard(policy, learner, adapter, compute=compute, mesh=mesh, reshard=not keep_gathered)
+    compute = getattr(torch, learner.dtype)
+    _shard(policy, built.wrap_classes, learner, compute=compute, mesh=mesh, reshard=not keep_gathered)
     parameters = _materialise(causal_lm, names, device=torch.device("cpu") if learner.cpu_offload else device)
     _load(parameters, adapter, disk)
     _fill_buffers(causal_lm, adapter, device=device)
@@ -116,9 +104,57 @@ def build_policy(
         parameters=parameters,
         disk={name: disk[name] for name in parameters},
         vocab_size=causal_lm.get_input_embeddings().weight.shape[0],
-        packed=packed,
+        packed=built.packed,
         keep_gathered=keep_gathered,
     )
+
+
+def check_model(model: ModelConfig, learner: LearnerConfig, *, device: Device) -> int:
+    """Raise ModelError for everything that `build_policy` refuses and that headers tell; loads no tensor.
+
+    Returns the number of embedding rows.
+    """
+    built = _build(model, learner, device=device, trainable=True)
+    return int(built.causal_lm.get_input_embeddings().weight.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Built:
+    """A model on the meta device, checked against its folder."""
+
+    causal_lm: Any
+    adapter: ModelAdapter
+    disk: Mapping[str, DiskTensor]
+    names: Mapping[str, str]
+    """Name on disk by parameter name."""
+    wrap_classes: tuple[str, ...]
+    packed: bool
+
+
+def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable: bool) -> _Built:
+    # First: transformers' own answer to an architecture that it does not know is long and about something else.
+    adapter_for(architectures_of(model.path))
+    config = _read_config(model)
+    adapter, architecture = adapter_for(config.architectures)
+    attention = resolve_attention(model.attention, device=device)  # type: ignore[arg-type]
+    packed = resolve_packing(learner.packing, attention=attention)
+    if packed and not adapter.packable:
+        raise ModelError(f"learner.packing: {architecture} cannot keep packed sequences apart; set it to 'off'.")
+    held = torch.float32 if trainable else getattr(torch, learner.dtype)
+    causal_lm = _build_on_meta(adapter.model_class(architecture), config, attention=attention, dtype=held)
+    if learner.activation_checkpointing and trainable:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    disk = read_layout(model.path)
+    names = _disk_names(causal_lm, adapter, tied=bool(config.tie_word_embeddings))
+    _check_layout(causal_lm, names, disk, folder=model.path)
+    wrap = learner.wrap_classes or adapter.wrap_classes
+    known = {type(module).__name__ for module in causal_lm.modules()}
+    for name in wrap:
+        if name not in known:
+            raise ModelError(
+                f"learner.wrap_classes: the model has no module of class '{name}'; it has {', '.join(sorted(known))}."
+            )
+    return _Built(causal_lm=causal_lm, adapter=adapter, disk=disk, names=names, wrap_classes=tuple(wrap), packed=packed)
 
 
 def _read_config(model: ModelConfig) -> Any:
@@ -183,28 +219,21 @@ def _keeps_gathered(learner: LearnerConfig, *, world_size: int) -> bool:
 
 def _shard(
     policy: Policy,
+    wrap_classes: Sequence[str],
     learner: LearnerConfig,
-    adapter: ModelAdapter,
     *,
     compute: torch.dtype,
     mesh: DeviceMesh,
     reshard: bool,
 ) -> None:
     """One FSDP unit per wrapped class, and the root for the rest: embedding, final norm, output head."""
-    wrap = learner.wrap_classes or adapter.wrap_classes
-    known = {type(module).__name__ for module in policy.modules()}
-    for name in wrap:
-        if name not in known:
-            raise ModelError(
-                f"learner.wrap_classes: the model has no module of class '{name}'; it has {', '.join(sorted(known))}."
-            )
     on_accelerator = mesh.device_type != "cpu"
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_accelerator) if learner.cpu_offload else OffloadPolicy(),
     }
-    for module in [m for m in policy.modules() if type(m).__name__ in wrap]:
+    for module in [m for m in policy.modules() if type(m).__name__ in wrap_classes]:
         fully_shard(module, reshard_after_forward=reshard, **settings)
     # The root's parameters are needed first in the backward pass, so they always stay for it.
     fully_shard(policy, reshard_after_forward=False, **settings)
@@ -250,6 +279,11 @@ def _load(parameters: Mapping[str, nn.Parameter], adapter: ModelAdapter, disk: M
                         start = _first_row(parameters[name])
                         rows = reader.get_slice(name)[start : start + local.shape[0]]
                         local.copy_(adapter.from_disk(name, rows))
+                        if not bool(torch.isfinite(local).all()):
+                            raise ModelError(
+                                f"model.path: {name} in {file} holds values that are not finite: nothing can be "
+                                "trained from it. Restore the file, or use another checkpoint of the model."
+                            )
 
 
 def local_shard(parameter: Tensor) -> Tensor:
