@@ -84,6 +84,8 @@ class Faults:
     """Seconds after the loop began."""
     die_in: tuple[str, int] | None = None
     """Method and which call of it (from 1) the process does not survive."""
+    hang_in: tuple[str, int] | None = None
+    """Method and which call of it hangs; other calls are answered."""
     hang_at: float | None = None
     """From then on nothing finishes and no call is answered."""
     corrupt: Mapping[int, str] = field(default_factory=dict)

@@ -209,7 +209,7 @@ class SimulatedWorker:
         if self.faults.die_in == (method, self.calls[method]):
             self.die()
         self._check()
-        if self._hangs():
+        if self._hangs() or self.faults.hang_in == (method, self.calls[method]):
             await asyncio.sleep(self._costs.answer_s)
             raise StalledError(
                 f"waited {self._costs.answer_s:.0f} s for rollout worker {self.index} to answer {method}()"

@@ -145,25 +145,31 @@ class WeightSync:
         """Results and errors of the learner's call and of those to `members`, in this order.
 
         Each call has a limit of its own. But once one of them failed, its peers may sit in a collective until their
-        limit: a worker that does not answer soon after is given up, so that one death does not cost minutes.
+        limit: a worker that does not answer soon after is given up, so that one death does not cost minutes. When they
+        failed by running out of time, the one that still does not answer is the one that they waited for.
         """
+        started = time.monotonic()
         tasks = [asyncio.ensure_future(call) for call in (learner, *workers)]
+        given_up: dict[asyncio.Future[object], RunError] = {}
         limit_s = self._limit_s + _GRACE_S
         done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
         failure = next((e for t in done if not t.cancelled() and (e := t.exception()) is not None), None)
         if pending and failure is not None:
+            timed_out = time.monotonic() - started >= self._limit_s * _COLLECTIVE_SHARE
+            kind = StalledError if timed_out else _GivenUp
             _, pending = await asyncio.wait(pending, timeout=_BROKEN_S)
             for member, task in zip(members, tasks[1:], strict=True):
                 if task in pending:
-                    error = _GivenUp(f"no answer {_BROKEN_S:.0f} s after {what} failed elsewhere: {failure}")
-                    self._pool.died(member.slot, error, handle=member.handle, caused_by_another=True)
+                    error = kind(f"no answer {_BROKEN_S:.0f} s after {what} failed elsewhere: {failure}")
+                    self._pool.died(member.slot, error, handle=member.handle, caused_by_another=not timed_out)
+                    given_up[task] = error
                     task.cancel()
             _, pending = await asyncio.wait(tasks, timeout=limit_s)
         if pending:
             for task in pending:
                 task.cancel()
             raise StalledError(f"weight sync waited {limit_s:.0f} s for {what}")
-        return [_outcome(task, failure) for task in tasks]
+        return [given_up.get(task) or task.exception() or task.result() for task in tasks]
 
     async def _publish_once(self, version: int, started: float) -> SyncOutcome | None:
         members = self._members()
@@ -246,12 +252,6 @@ class WeightSync:
                 )
         # The process group lost a member: the survivors need a new one even before the replacement stands.
         self._pool.needs_rejoin = True
-
-
-def _outcome(task: asyncio.Future[object], failure: BaseException | None) -> object:
-    if task.cancelled():
-        return _GivenUp(f"given up because another member failed: {failure}")
-    return task.exception() or task.result()
 
 
 def _names(members: Sequence[_Member]) -> str:

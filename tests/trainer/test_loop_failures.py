@@ -89,6 +89,22 @@ def test_a_hanging_worker_is_replaced_after_its_limit():
     assert len(run.workers) >= 3
 
 
+@pytest.mark.parametrize("method", ["load_weights", "score", "join_sync"])
+def test_an_engine_that_hangs_in_a_sync_while_its_process_answers_is_replaced(method):
+    faults = [(1, Faults(hang_in=(method, 4)))]
+    if method == "join_sync":
+        faults = [(1, Faults(die_at=4.0)), (1, Faults(hang_in=("join_sync", 1)))]
+    run = simulate(
+        parts={"faults": faults, "costs": Costs(answer_s=200.0)},
+        steps=12,
+        rollout__workers=3,
+        limits__sync_s=200,
+        limits__worker_restarts=2,
+    )
+    check_whole_run(run)
+    assert max(row["time/step_s"] for row in step_rows(run)) < 300
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.3])
 def test_a_worker_replaced_within_a_publication_is_not_taken_for_one_that_loaded_it(delay):
     """The death is noticed by `collect` while the others are still scoring the probe, and the successor is quick."""
