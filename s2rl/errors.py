@@ -36,6 +36,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or belongs to another run, or that could not be written."""
 
 
+class StorageError(UserError):
+    """A file of the run folder that could not be written: a full disk, missing rights."""
+
+
 class RunError(S2rlError, RuntimeError):
     """The run cannot go on without risking wrong results."""
 

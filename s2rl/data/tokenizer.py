@@ -59,6 +59,18 @@ def load_tokenizer(model: ModelConfig) -> Any:
         ) from error
 
 
+def check_vocabulary(tokenizer: Any, model: ModelConfig, *, vocab_size: int) -> None:
+    """Raise ModelError when the tokenizer has ids beyond the model's `vocab_size` embedding rows."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocab_size:
+        key = "model.tokenizer" if model.tokenizer else "model.path"
+        raise ModelError(
+            f"{key}: the tokenizer in {tokenizer_folder(model)} has ids up to {largest} ({token!r}), but the model in "
+            f"{model.path} has {vocab_size} embedding rows. Use the tokenizer that belongs to the model, or give the "
+            "model rows for the added tokens (resize_token_embeddings)."
+        )
+
+
 def tokenizer_facts(model: ModelConfig, *, vocab_size: int) -> TokenizerFacts:
     """What the start-up contract compares. `vocab_size` is the number of embedding rows of the built model.
 

@@ -8,10 +8,12 @@ checkpoints/    training checkpoints          curve.png        reward and accura
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -20,7 +22,7 @@ from typing import Any, TextIO
 
 from s2rl.config import RunConfig, dump_config, resume_conflicts
 from s2rl.config.yaml_text import parse_yaml
-from s2rl.errors import ConfigError, RunError
+from s2rl.errors import ConfigError, StorageError
 
 PACKAGES = (
     "s2rl",
@@ -43,6 +45,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: TextIO | None = None
+        self._made: list[Path] = []
+        """Folders that `open` made, the outermost first."""
 
     @property
     def config(self) -> Path:
@@ -123,13 +127,29 @@ class RunFolder:
         Raises `ConfigError` when another process is using it or it belongs to another configuration.
         """
         self.check(config)
+        self._made = [p for p in reversed((self.path, *self.path.parents)) if not p.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._acquire()
             _write_whole(self.config, dump_config(config))
             _write_whole(self.versions, json.dumps(versions(), indent=2) + "\n")
         except OSError as error:
-            raise RunError(f"the run folder {self.path} cannot be written: {error.strerror}") from error
+            self.discard()
+            raise StorageError(
+                f"runs_dir: the run folder {self.path} cannot be written: {error.strerror}. Make room there, mend "
+                "its rights, or choose another runs_dir"
+            ) from error
+
+    def discard(self) -> bool:
+        """Remove a folder that `open` made and in which nothing was trained; False when it is not such a one."""
+        if self.path not in self._made or self.holds_run:
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+        with contextlib.suppress(OSError):  # others use it by now
+            for folder in reversed(self._made[:-1]):
+                folder.rmdir()
+        return True
 
     def close(self) -> None:
         """Release the lock."""

@@ -127,9 +127,12 @@ class RunLog:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def close(
-        self, outcome: Literal["done", "interrupted", "failed"] = "done", *, checkpoint: Path | None = None
+        self, outcome: Literal["done", "interrupted", "failed", "refused"] = "done", *, checkpoint: Path | None = None
     ) -> None:
-        """Write everything out, draw the curve, say where the results are. Safe to call twice."""
+        """Write everything out, draw the curve, say where the results are. Safe to call twice.
+
+        A folder that this run made is removed again when the run was `refused` before it trained anything.
+        """
         if self._metrics.closed:
             return
         self._view.close()
@@ -142,9 +145,11 @@ class RunLog:
         self._metrics.close()
         if self._rollouts is not None:
             self._rollouts.close()
+        if outcome == "refused" and self.folder.discard():
+            return
         curve = self._draw()
         self.folder.close()
-        if outcome == "failed":
+        if outcome in ("failed", "refused"):
             self._view.message(f"Run folder: {self.folder.path}")
             return
         accuracies = self._state.accuracies

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from s2rl.errors import CheckpointError, RunError
+from s2rl.errors import CheckpointError, StorageError
 from s2rl.logs.metrics import Metrics, MetricValue
 from s2rl.types import Prompt, Rollout, RolloutGroup
 
@@ -31,7 +31,7 @@ class JsonLines:
         return self._file.closed
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line; raises `RunError` when it cannot be written, and leaves no half line behind."""
+        """Write one line; raises `StorageError` when it cannot be written, and leaves no half line behind."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
         try:
             rest = memoryview(line)
@@ -84,8 +84,11 @@ class JsonLines:
                 f"{self.path}, line {number}: not a record of this run. Move the file away, or choose another name."
             ) from None
 
-    def _unwritable(self, error: OSError) -> RunError:
-        return RunError(f"{self.path} cannot be written: {error.strerror}. The last checkpoint is unharmed.")
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.path} cannot be written: {error.strerror}. Checkpoints are unharmed: make room, or mend the file's "
+            "rights, and run the same command again to go on from the last one"
+        )
 
     def _cut(self, position: int) -> None:
         os.ftruncate(self._file.fileno(), position)

@@ -16,10 +16,12 @@ from s2rl.config import RunConfig, check_files, check_machine, digest
 from s2rl.data.encode import Dropped, Encoder, check_prompts
 from s2rl.data.rows import PromptRows, load_rows
 from s2rl.data.stream import PromptStream
-from s2rl.data.tokenizer import load_tokenizer
+from s2rl.data.tokenizer import check_vocabulary, load_tokenizer
 from s2rl.device import device_spec
-from s2rl.errors import DataError, Interrupted, LearnerDied, S2rlError, StalledError
+from s2rl.errors import DataError, Interrupted, LearnerDied, S2rlError, StalledError, UserError
+from s2rl.fsdp.model import check_model
 from s2rl.logs import RunLog
+from s2rl.logs.run_folder import RunFolder
 from s2rl.rewards.plan import RewardPlan
 from s2rl.rewards.pool import GradingPool, check_functions
 from s2rl.trainer.checkpointing import Checkpointer, restore_state
@@ -104,13 +106,16 @@ class Trainer:
         config = self.config
         check_files(config)
         check_machine(config)
+        RunFolder(config.run_dir).check(config)
         inputs = read_inputs(config)
         check_functions(config.rewards)
         log = RunLog(config)
-        outcome: Literal["done", "interrupted", "failed"] = "failed"
+        outcome: Literal["done", "interrupted", "failed", "refused"] = "failed"
         store = CheckpointStore(log.folder.checkpoints, keep=config.checkpoint.keep, config_digest=digest(config))
         cluster = Cluster(config.cluster, name=config.name, log_dir=_made(log.folder.path / "logs"))
         try:
+            if (latest := store.latest()) is not None:
+                verify(latest)
             log.status({"phase": "starting processes"})
             cluster.start()
             placement = self._placement(cluster, config)
@@ -124,21 +129,25 @@ class Trainer:
             raise
         except S2rlError as error:
             logger.error("%s", error)
+            outcome = "refused" if isinstance(error, UserError) else "failed"
             raise
         finally:
             cluster.stop()
-            latest = store.latest() if outcome != "failed" else None
+            latest = store.latest() if outcome in ("done", "interrupted") else None
             log.close(outcome, checkpoint=None if latest is None else latest.path)
 
 
 def read_inputs(config: RunConfig) -> _Inputs:
-    """Read data and tokenizer and check that every prompt can be encoded and graded. Loads no model."""
+    """Read data and tokenizer and check that every prompt can be encoded and graded, and that the model folder holds a
+    model that can be trained. Loads no weights."""
     rows = load_rows(config.data.train, columns=config.data.columns)
     plan = RewardPlan(config.rewards.functions)
     plan.check(rows.data_sources)
     tokenizer = load_tokenizer(config.model)
     encoder = Encoder(tokenizer, config.data)
     check_prompts(rows, encoder)
+    vocab_size = check_model(config.model, config.learner, device=config.device)
+    check_vocabulary(tokenizer, config.model, vocab_size=vocab_size)
     return _Inputs(
         stream=PromptStream(rows, seed=config.seed, shuffle=config.data.shuffle),
         encoder=encoder,
@@ -355,7 +364,6 @@ class _Run:
         if latest is None:
             self._log.restore(-1)
             return LoopState()
-        await asyncio.to_thread(verify, latest)
         state, outstanding = self._store.load_trainer_state(latest)
         saved = restore_state(state, outstanding)
         self._inputs.stream.restore(saved.stream)

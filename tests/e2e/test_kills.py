@@ -116,7 +116,8 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_goes_on(
     time.sleep(chance.uniform(0, 0.5))
     victim = actor_pid(runs.run, "rollout-0")
     os.kill(victim, signal.SIGKILL)
-    ended = command.wait()
+    # To start a worker takes a minute at most; survivors that wait for the dead would take as long as their limit.
+    ended = command.wait(limit_s=200)
     assert ended.code == 0, ended.out + ended.err
     assert "rollout worker 0 is replaced" in ended.out, ended.out
     check_history(runs.run, steps=STEPS)

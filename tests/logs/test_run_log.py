@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from s2rl.config import RunConfig, load_config
-from s2rl.errors import CheckpointError, ConfigError, RunError
+from s2rl.errors import CheckpointError, ConfigError, StorageError
 from s2rl.logs import METRICS, RunLog, read_lines
 from s2rl.logs.docs import TARGET
 from s2rl.logs.metrics import known, markdown
@@ -193,7 +193,7 @@ def test_a_full_disk_ends_the_run_with_the_file_and_without_half_a_line(tmp_path
         f"""
         import resource, signal
         from pathlib import Path
-        from s2rl.errors import RunError
+        from s2rl.errors import StorageError
         from s2rl.logs.writers import JsonLines
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -201,7 +201,7 @@ def test_a_full_disk_ends_the_run_with_the_file_and_without_half_a_line(tmp_path
         lines.append({{"step": 1}})
         try:
             lines.append({{"text": "x" * 200}})
-        except RunError as error:
+        except StorageError as error:
             assert "x.jsonl cannot be written" in str(error), error
         else:
             raise SystemExit("no error")
@@ -287,9 +287,9 @@ def test_two_processes_cannot_share_a_run_folder(make_config: MakeConfig, tmp_pa
     assert "opened" in result.stderr
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_for_the_user_to_mend(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(StorageError, match="cannot be written"):
         RunLog(make_config(), console=quiet())
 
 
