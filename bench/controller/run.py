@@ -43,7 +43,11 @@ _length = lognormal_length(median=100, sigma=0.8, longest=LONGEST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One run beside its bounds. Shares are of the time of all steps."""
+    """One run beside its bounds. Shares are of the time of all steps.
+
+    Idle is every second in which the learner neither trains nor publishes: waiting for a batch
+    (`time/learner_idle_s`) and whatever the controller does before it calls the learner and after.
+    """
 
     max_staleness: int
     depth: str
@@ -51,8 +55,11 @@ class Result:
     num_completions: int
     seconds: float
     idle_share: float
+    waiting_share: float
+    """The part of it that the run logs: waiting for a batch."""
     ideal_idle_share: float
     """Zero overhead, same rules, same lengths, greatest depth."""
+    ideal_seconds: float
     blind_bound: float
     clairvoyant_bound: float
     staleness_mean: float
@@ -103,8 +110,10 @@ def measure(*, groups: int, max_staleness: int, depth: int | str, grading: str) 
         grading=grading,
         num_completions=num_completions,
         seconds=seconds,
-        idle_share=sum(float(row["time/learner_idle_s"] or 0) for row in rows) / seconds,
+        idle_share=1 - len(rows) * (COSTS.train_s + COSTS.load_s + COSTS.score_s) / seconds,
+        waiting_share=sum(float(row["time/learner_idle_s"] or 0) for row in rows) / seconds,
         ideal_idle_share=ideal.idle_share,
+        ideal_seconds=ideal.seconds,
         blind_bound=bounds.blind,
         clairvoyant_bound=bounds.clairvoyant,
         staleness_mean=mean("staleness/mean"),
@@ -140,7 +149,9 @@ def show(result: Result) -> None:
         str(result.max_staleness),
         result.depth,
         result.grading,
-        f"{result.seconds:.0f} s",
+        f"{result.seconds:.1f} s",
+        f"{result.seconds / result.ideal_seconds - 1:+.1%}",
+        f"{result.waiting_share:.1%}",
         f"{result.idle_share:.1%}",
         f"{result.ideal_idle_share:.1%}",
         f"{100 * result.above_ideal:+.1f}",
@@ -168,11 +179,23 @@ def main() -> int:
         return 0
     print(f"{args.groups} groups of {GROUP_SIZE}, {GROUPS_PER_STEP} a step, {WORKERS} workers of {SLOTS} slots")
     print(f"{machine()}\n")
-    print(
-        "| bound | depth | grading | time | learner idle | ideal | above it, points | any policy, blind | any policy, "
-        "clairvoyant | mean staleness | mean depth | CPU per completion |"
+    columns = (
+        "bound",
+        "depth",
+        "grading",
+        "time",
+        "over ideal",
+        "learner waits",
+        "learner idle",
+        "ideal",
+        "above it, points",
+        "any policy, blind",
+        "any policy, clairvoyant",
+        "mean staleness",
+        "mean depth",
+        "CPU per completion",
     )
-    print("|" + "---|" * 12)
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     first = args.staleness[0]
     most = GROUPS_PER_STEP * (first + 1)
     ways = [(s, "auto", "none") for s in args.staleness]
