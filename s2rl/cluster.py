@@ -163,6 +163,8 @@ class Cluster:
         # Ray would otherwise rewrite the accelerator variables of actors that claim no device.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray prints half a page about each process that dies; what it means for the run is said by the run.
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
         import ray
 
         common: dict[str, Any] = {
@@ -261,7 +263,10 @@ class Cluster:
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             self._reaper.stdin.close()
-            self._reaper.wait(timeout=_REAP_S)
+            try:
+                self._reaper.wait(timeout=_REAP_S)
+            except subprocess.TimeoutExpired:  # it goes on without us; the run's outcome stands
+                logger.warning("processes of the run do not end; process %d goes on ending them", self._reaper.pid)
             self._reaper = None
             del os.environ[MARK]
 
@@ -277,4 +282,4 @@ def remove_stale_sessions() -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -128,7 +128,8 @@ class Trainer:
             outcome = "interrupted"
             raise
         except S2rlError as error:
-            logger.error("%s", error)
+            # For run.log alone: whoever called tells it to the person.
+            logger.info("the run ends with %s: %s", type(error).__name__, error)
             outcome = "refused" if isinstance(error, UserError) else "failed"
             raise
         finally:
