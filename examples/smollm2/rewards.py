@@ -6,25 +6,27 @@ import re
 
 from s2rl.rewards import RewardInput, Score
 
+EQUATION = re.compile(r"(-?\d+) *([+-]) *(\d+) *= *(-?\d+)")
 
-def running_sum(item: RewardInput, *, step_credit: float = 0.4) -> Score:
-    """1 when the last number is the answer; else `step_credit` times the share of right totals on the way.
 
-    The untrained model is almost never right after two steps, but often after one: without credit for that, most groups
-    would have no reward at all and so nothing to learn from.
+def running_sum(item: RewardInput, *, step_credit: float = 0.5) -> Score:
+    """1 when the last number is the answer; else `step_credit` times the share of things done right on the way.
+
+    Each step has two of them: it takes up the total before and the next term of the problem, and its own result holds.
+    The untrained model is almost never right after two steps, but often does one of these things: without credit for
+    them, most groups would have no reward at all and so nothing to learn from.
     """
-    expected = running_totals(str(item.extra["expression"]))[:-1]
-    found = [int(number) for number in re.findall(r"= *(-?\d+)", item.text)]
-    right_steps = sum(a == b for a, b in zip(expected, found, strict=False)) / len(expected)
+    first, *rest = str(item.extra["expression"]).split()
+    terms = list(zip(rest[::2], rest[1::2], strict=True))
+    equations = EQUATION.findall(item.text)[: len(terms)]
+    set_up = calculated = 0
+    total = first
+    for (left, sign, right, result), term in zip(equations, terms, strict=False):
+        set_up += left == total and (sign, right) == term
+        calculated += int(result) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
+        total = result
     numbers = re.findall(r"-?\d+", item.text)
-    right = float(bool(numbers) and int(numbers[-1]) == int(item.answer))
-    return Score(total=max(right, step_credit * right_steps), parts={"right": right, "steps": right_steps})
-
-
-def running_totals(expression: str) -> list[int]:
-    """`23 + 45 - 12` -> [68, 56]."""
-    first, *rest = expression.split()
-    totals = [int(first)]
-    for sign, number in zip(rest[::2], rest[1::2], strict=True):
-        totals.append(totals[-1] + (int(number) if sign == "+" else -int(number)))
-    return totals[1:]
+    answered = float(bool(numbers) and int(numbers[-1]) == int(item.answer))
+    share = (set_up + calculated) / (2 * len(terms))
+    parts = {"right": answered, "set_up": set_up / len(terms), "calculated": calculated / len(terms)}
+    return Score(total=max(answered, step_credit * share), parts=parts)

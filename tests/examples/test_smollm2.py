@@ -144,22 +144,25 @@ def test_a_complete_folder_is_left_alone(smollm2, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "total", "steps"),
+    ("text", "total", "set_up", "calculated"),
     [
-        ("23 + 45 = 68, 68 - 12 = 56", 1.0, 1.0),
-        ("it is 56", 1.0, 0.0),
-        ("23 + 45 = 68, 68 - 12 = 55", 0.4, 1.0),
-        ("23 + 45 = 67, 67 - 12 = 55", 0.0, 0.0),
-        ("no idea", 0.0, 0.0),
+        ("23 + 45 = 68, 68 - 12 = 56", 1.0, 1.0, 1.0),
+        ("it is 56", 1.0, 0.0, 0.0),
+        ("23 + 45 = 68, 68 - 12 = 55", 0.375, 1.0, 0.5),
+        ("23 + 45 = 67, 67 - 12 = 55", 0.375, 1.0, 0.5),
+        ("23 + 45 = 68, 68 - 21 = 47", 0.375, 0.5, 1.0),
+        ("23 + 45 = 68", 0.25, 0.5, 0.5),
+        ("1 + 1 = 2, 2 + 2 = 4, 3 + 3 = 6", 0.25, 0.0, 1.0),
+        ("no idea", 0.0, 0.0, 0.0),
     ],
 )
-def test_steps_on_the_way_earn_credit(smollm2_rewards, text, total, steps):
+def test_steps_on_the_way_earn_credit(smollm2_rewards, text, total, set_up, calculated):
     from s2rl.rewards import RewardInput
 
     item = RewardInput(text=text, answer="56", extra={"expression": "23 + 45 - 12"})
-    score = smollm2_rewards.running_sum(item, step_credit=0.4)
+    score = smollm2_rewards.running_sum(item, step_credit=0.5)
     assert score.total == pytest.approx(total)
-    assert score.parts["steps"] == steps
+    assert (score.parts["set_up"], score.parts["calculated"]) == (set_up, calculated)
 
 
 def test_problems_below_zero_on_request(smollm2):
