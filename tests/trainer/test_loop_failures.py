@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 
@@ -81,12 +82,15 @@ def test_those_that_fall_with_a_worker_in_a_collective_cost_no_restart():
     assert len(run.workers) == 8  # an error while loading ends an engine
 
 
-def test_a_hanging_worker_is_replaced_after_its_limit():
+def test_a_hanging_worker_is_replaced_after_its_limit_and_costs_one_restart():
+    """Several calls to it fail, one after the other; those that fail late must not be charged to its successor."""
     run = simulate(
-        parts={"faults": [(1, Faults(hang_at=4.2))], "costs": Costs(answer_s=40.0)}, steps=30, limits__sync_s=200
+        parts={"faults": [(1, Faults(hang_at=4.2))], "costs": Costs(answer_s=40.0)},
+        steps=40,
+        limits__sync_s=200,
+        limits__worker_restarts=1,
     )
     check_whole_run(run)
-    assert len(run.workers) >= 3
 
 
 @pytest.mark.parametrize("method", ["load_weights", "score", "join_sync"])
@@ -105,15 +109,36 @@ def test_an_engine_that_hangs_in_a_sync_while_its_process_answers_is_replaced(me
     assert max(row["time/step_s"] for row in step_rows(run)) < 300
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.3])
-def test_a_worker_replaced_within_a_publication_is_not_taken_for_one_that_loaded_it(delay):
-    """The death is noticed by `collect` while the others are still scoring the probe, and the successor is quick."""
-    costs = Costs(start_s=delay, score_s=5.0)
-    faults = [(0, Faults(die_in=("score", 3)))]
-    run = simulate(parts={"faults": faults, "costs": costs}, steps=6)
+class UnevenProbes(SimulatedRun):
+    """Worker 1 takes five seconds for the probe, the others none."""
+
+    async def worker(self, index):
+        worker = await super().worker(index)
+        worker._costs = dataclasses.replace(self.costs, score_s=5.0 if index == 1 else 0.0)
+        return worker
+
+
+@pytest.mark.parametrize("start_s", [0.01, 1.0, 4.0])
+def test_a_worker_replaced_within_a_publication_is_not_taken_for_one_that_loaded_it(start_s):
+    """It answered the probe, died, and its successor stands before the others have answered."""
+    run = UnevenProbes(config=simulated_config(steps=6), costs=Costs(start_s=start_s))
+
+    async def main() -> None:
+        async def kill() -> None:
+            for _ in range(10_000):
+                if run.workers and run.workers[0].calls["score"] == 3:
+                    break
+                await asyncio.sleep(0.01)
+            run.workers[0].die()
+
+        killer = asyncio.create_task(kill())
+        await run.main()
+        await killer
+
+    run_in_virtual_time(main())
     check_whole_run(run)
-    for worker in run.workers:
-        assert worker.calls["submit"] == 0 or worker.calls["load_weights"] > 0
+    successor = run.workers[2]
+    assert successor.calls["submit"] > 0 and successor.calls["load_weights"] > 0
 
 
 def test_a_group_that_is_being_graded_when_its_worker_dies_keeps_its_tokens():
@@ -241,8 +266,6 @@ def test_a_worker_with_another_vocabulary_is_refused():
         async def worker(self, index):
             worker = await super().worker(index)
             if index == 1:
-                import dataclasses
-
                 start = worker.start
 
                 async def other_start():
