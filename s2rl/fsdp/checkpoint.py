@@ -8,6 +8,7 @@ other number.
 from __future__ import annotations
 
 import logging
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,19 @@ class LearnerCheckpoint:
 
     def _failed(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
-            f"checkpoint {self._path} could not be written: {_cause(error)}. The checkpoint before it is untouched; "
-            "check that the disk has room."
+            f"checkpoint {self._path} could not be written: {_cause(error)} ({_free(self._path)}). Earlier checkpoints "
+            "are unharmed; make room or move runs_dir, and run the same command again"
         )
+
+
+def _free(path: Path | None) -> str:
+    """Room on the disk of `path`: torch's own writer tells a full disk by its position in the file."""
+    try:
+        assert path is not None
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB free"
+    except OSError:
+        return "free space unknown"
 
 
 def _cause(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from s2rl.config import load_config
@@ -280,3 +281,24 @@ def write_config(folder: Path, values: Mapping[str, Any]) -> Path:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
     return file
+
+
+class mounted:
+    """A small file system in memory."""
+
+    def __init__(self, folder: Path, options: str) -> None:
+        folder.mkdir()
+        self.folder, self._options = folder, options
+
+    def __enter__(self) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", self._options, "tmpfs", str(self.folder)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no right to mount a file system")
+        return self.folder
+
+    @staticmethod
+    def resize(folder: Path, size: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)

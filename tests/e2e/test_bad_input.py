@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import datasets  # noqa: F401 - imported before the forks
 import pytest
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - as above
-from e2e_runs import settings, write_config
+from e2e_runs import mounted, settings, write_config
 from e2e_simulated import in_child, train_simulated
 from safetensors.torch import load_file, save_file
 
@@ -345,23 +344,6 @@ def test_a_disk_that_is_full_already_is_refused(project: Project) -> None:
             answer.err
         )
         assert not (full / "runs").exists()
-
-
-class mounted:
-    """A small file system in memory."""
-
-    def __init__(self, folder: Path, options: str) -> None:
-        folder.mkdir()
-        self.folder, self._options = folder, options
-
-    def __enter__(self) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", self._options, "tmpfs", str(self.folder)]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("no right to mount a file system")
-        return self.folder
-
-    def __exit__(self, *_: object) -> None:
-        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
 
 
 # ---- eval ------------------------------------------------------------------------------------------------------------
