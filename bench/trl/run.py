@@ -47,20 +47,17 @@ def run_trl(config: RunConfig, *, python: Path, out: Path, flags: list[str], lim
 
 
 def accuracy(config: RunConfig, model: Path, *, out: Path) -> float:
-    """Greedy accuracy of a model folder on the held-out prompts, by `s2rl eval`."""
-    completed = subprocess.run(
-        [
-            *(sys.executable, "-m", "s2rl", "eval", "--ckpt", str(model), "--data", config.eval.data[0].path),
-            *("--config", str(config.run_dir / "config.yaml")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=900,
+    """Greedy accuracy of a model folder on the held-out prompts, as `s2rl eval` does it."""
+    code = (
+        "import json, sys; from pathlib import Path; from s2rl.evaluate import run_evaluation; "
+        "ckpt, data, config = map(Path, sys.argv[1:]); "
+        "print(json.dumps(run_evaluation(ckpt=ckpt, data=data, config=config)))"
     )
+    command = [sys.executable, "-c", code, str(model), config.eval.data[0].path, str(config.run_dir / "config.yaml")]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=900)
     (out / "eval.out").write_text(completed.stdout + completed.stderr)
     completed.check_returncode()
-    metrics = json.loads(completed.stdout[completed.stdout.index("{") :])
-    return float(metrics["eval/accuracy"])
+    return float(json.loads(completed.stdout.splitlines()[-1])["eval/accuracy"])
 
 
 def run_s2rl(config: RunConfig, *, config_file: Path, overrides: list[str], limit_s: float) -> dict[str, Any]:
