@@ -16,7 +16,6 @@ from typing import Any
 from s2rl.ckpt import CheckpointInfo, find_checkpoint, verify
 from s2rl.cluster import Cluster
 from s2rl.config import RunConfig, check_files, check_machine, load_config
-from s2rl.device import device_spec
 from s2rl.errors import ConfigError
 from s2rl.rewards.pool import GradingPool
 from s2rl.trainer.evaluation import EvalResult, Evaluation
@@ -24,8 +23,7 @@ from s2rl.trainer.loop import eval_sampling
 from s2rl.trainer.parts import LearnerHandle, WorkerHandle
 from s2rl.trainer.placement import RayPlacement
 from s2rl.trainer.pool import RolloutPool, close_quietly
-from s2rl.trainer.syncing import WeightSync
-from s2rl.trainer.trainer import probe_sequence, probe_tolerance, read_eval_prompts
+from s2rl.trainer.trainer import read_eval_prompts, weight_sync
 from s2rl.trainer.waiting import Progress
 from s2rl.types import Encoded, Rollout
 
@@ -156,17 +154,7 @@ async def _load(
     progress: Progress,
 ) -> int:
     version = await learner.load(checkpoint.learner_dir)
-    sync = WeightSync(
-        learner=learner,
-        pool=pool,
-        config=run.sync,
-        backend=device_spec(run.device).collective,
-        limit_s=run.limits.sync_s,
-        probe=probe_sequence(prompts, run.sync.probe_tokens),
-        tolerance=probe_tolerance(run),
-        tensor_parallel=run.rollout.tensor_parallel,
-        progress=progress,
-    )
+    sync = weight_sync(run, learner=learner, pool=pool, prompts=prompts, progress=progress)
     await sync.connect()
     await sync.publish(version)
     return version

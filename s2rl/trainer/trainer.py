@@ -264,16 +264,8 @@ class _Run:
             limit_s=config.limits.save_s,
         )
         state = await self._resume(learner=learner, queue=queue, checkpointer=checkpointer)
-        sync = WeightSync(
-            learner=learner,
-            pool=pool,
-            config=config.sync,
-            backend=device_spec(config.device).collective,
-            limit_s=config.limits.sync_s,
-            probe=probe_sequence(self._inputs.first_prompts, config.sync.probe_tokens),
-            tolerance=probe_tolerance(config),
-            tensor_parallel=config.rollout.tensor_parallel,
-            progress=self._progress,
+        sync = weight_sync(
+            config, learner=learner, pool=pool, prompts=self._inputs.first_prompts, progress=self._progress
         )
         loop = TrainingLoop(
             config=config,
@@ -310,6 +302,11 @@ class _Run:
         # Also after a resume: the workers hold the weights of the model folder until the learner's have arrived.
         await self._or_stop(stop, self._first_sync(sync, learner=learner, pool=pool, version=queue.version))
         loop.stop = stop
+        await self._drive(loop, checkpointer)
+        return self._result(loop, version=queue.version)
+
+    async def _drive(self, loop: TrainingLoop, checkpointer: Checkpointer) -> None:
+        """Run the loop to its end; what ends it early leaves a checkpoint where one can be made."""
         try:
             await loop.run()
         except StalledError:
@@ -324,11 +321,13 @@ class _Run:
             await checkpointer.cancel()
         if self._interrupted is not None:
             raise Interrupted(f"interrupted after step {loop.state.step}; run the same command again to go on")
+
+    def _result(self, loop: TrainingLoop, *, version: int) -> TrainResult:
         latest = self._store.latest()
         return TrainResult(
-            run_dir=config.run_dir,
+            run_dir=self._config.run_dir,
             step=loop.state.step,
-            version=queue.version,
+            version=version,
             metrics=loop.state.last_row,
             accuracy=loop.state.last_accuracy,
             best_accuracy=loop.state.best_accuracy,
@@ -444,6 +443,23 @@ async def _start_all(learner: LearnerHandle, workers: Sequence[WorkerHandle]) ->
     return list(await asyncio.gather(learner.start(), *(w.start() for w in workers)))
 
 
+def weight_sync(
+    config: RunConfig, *, learner: LearnerHandle, pool: RolloutPool, prompts: Sequence[Encoded], progress: Progress
+) -> WeightSync:
+    """The weight sync of a run, with a probe made of `prompts`."""
+    return WeightSync(
+        learner=learner,
+        pool=pool,
+        config=config.sync,
+        backend=device_spec(config.device).collective,
+        limit_s=config.limits.sync_s,
+        probe=probe_sequence(prompts, config.sync.probe_tokens),
+        tolerance=config.sync.probe_tolerance or (1e-3 if _fp32(config) else 5e-2),
+        tensor_parallel=config.rollout.tensor_parallel,
+        progress=progress,
+    )
+
+
 def probe_sequence(prompts: Sequence[Encoded], num_tokens: int) -> list[int]:
     """Token ids of the first prompts, one after the other, cut to `num_tokens`: text that the model finds natural."""
     tokens: list[int] = []
@@ -458,11 +474,6 @@ def is_packed(config: RunConfig) -> bool:
     if config.learner.packing == "auto":
         return config.model.attention == "flash_attention_2"
     return config.learner.packing == "on"
-
-
-def probe_tolerance(config: RunConfig) -> float:
-    """Largest mean |difference| of the probe's log-probabilities."""
-    return config.sync.probe_tolerance or (1e-3 if _fp32(config) else 5e-2)
 
 
 def _fp32(config: RunConfig) -> bool:
