@@ -40,8 +40,8 @@ def environment(config: RolloutConfig, *, device: Device) -> dict[str, str]:
     if device == "cpu":
         # Binding threads to cores is for machines that vLLM has to itself.
         tuning["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # oneDNN compiles a kernel (half a millisecond, up to 0.8 MB) for each number of rows that a matrix product meets
-        # and keeps 1024 of them, so that an engine would grow by hundreds of MB over its first hundred updates.
+        # oneDNN compiles a kernel (half a millisecond, up to 0.8 MB) for each number of rows that a matrix product
+        # meets and keeps 1024 of them, so that an engine would grow by hundreds of MB over its first hundred updates.
         tuning["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
         # Nothing of the model is compiled; one helper of the sampler would be, for 3 s and with a C++ compiler.
         forced["TORCHDYNAMO_DISABLE"] = "1"
