@@ -203,7 +203,10 @@ def test_every_suggested_name_is_a_real_key() -> None:
         ("rewards.functions.0.args={a: [1]}", "rewards.functions.0.args.a: got a list of 1, allowed: text or integer"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p: got 0.9 (number), allowed: only 1"),
         ("rollout.sampling.top_k=40", "rollout.sampling.top_k: got 40 (integer), allowed: only 0"),
-        ("rollout.sampling.temperature=0", "rollout.sampling.temperature: got 0 (integer), allowed: number > 0"),
+        (
+            "rollout.sampling.temperature=0",
+            "rollout.sampling.temperature: got 0 (integer), allowed: number >= 0.01 and <= 2",
+        ),
     ],
 )
 def test_a_wrong_value_is_answered_with_what_is_allowed(config_file: Path, override: str, expected: str) -> None:
