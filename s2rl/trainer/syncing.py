@@ -18,12 +18,13 @@ from s2rl.errors import RunError, StalledError, SyncError, WorkerDied
 from s2rl.sync.proof import check_fingerprints, check_probe
 from s2rl.trainer.parts import LearnerHandle, WorkerHandle
 from s2rl.trainer.pool import RolloutPool, WorkerSlot
-from s2rl.trainer.waiting import Progress, within
+from s2rl.trainer.waiting import Progress
 from s2rl.types import LoadReport, PublishReport, SyncGroupSpec, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 30.0
+_LOOK_S = 0.1
 # The members of a collective give up on a missing one before the calls to them do: then only the missing one is silent.
 _COLLECTIVE_SHARE = 0.8
 _BROKEN_S = 10.0
@@ -116,13 +117,10 @@ class WeightSync:
         """Bring every living worker to `version` and prove it. Repeats when a worker died under it."""
         started = time.monotonic()
         while True:
-            if not self._pool.alive:
-                await within(
-                    self._any_alive(),
-                    limit_s=self._limit_s,
-                    who="weight sync",
-                    what="a replacement for a dead rollout worker",
-                )
+            while not self._pool.alive:
+                # No limit here: the replacement has its own (limits.start_s), and `check` raises when it fails.
+                self._pool.check()
+                await asyncio.sleep(_LOOK_S)
             if self._pool.needs_rejoin:
                 await self.connect()
                 continue
@@ -130,11 +128,6 @@ class WeightSync:
             if outcome is not None:
                 self._progress.moved("sync")
                 return outcome
-
-    async def _any_alive(self) -> None:
-        while not self._pool.alive:
-            self._pool.check()
-            await asyncio.sleep(0.1)
 
     def _members(self) -> list[_Member]:
         return [_Member(slot=s, handle=s.handle) for s in self._pool.alive]
@@ -155,7 +148,7 @@ class WeightSync:
         done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
         failure = next((e for t in done if not t.cancelled() and (e := t.exception()) is not None), None)
         if pending and failure is not None:
-            timed_out = time.monotonic() - started >= self._limit_s * _COLLECTIVE_SHARE
+            timed_out = time.monotonic() - started >= 0.9 * _COLLECTIVE_SHARE * self._limit_s
             kind = StalledError if timed_out else _GivenUp
             _, pending = await asyncio.wait(pending, timeout=_BROKEN_S)
             for member, task in zip(members, tasks[1:], strict=True):
