@@ -36,7 +36,8 @@ def history(parts: list[SimulatedRun]) -> list[tuple[str, int]]:
     """(prompt, step) of what survives: each part up to the step from which the next one went on."""
     surviving = []
     for i, part in enumerate(parts):
-        end = parts[i + 1].log.restored if i + 1 < len(parts) else None
+        # A part that was killed before it restored anything changed nothing.
+        end = next((p.log.restored for p in parts[i + 1 :] if p.log.restored is not None), None)
         surviving += [(g.group_id, s) for g, s in part.log.groups if end is None or s <= end]
     return surviving
 

@@ -96,6 +96,7 @@ def test_groups_for_a_worker_that_is_gone_by_then_are_lost_at_once():
         pool.died(slot, WorkerDied("gone"), handle=slot.handle)
         await pool.submit([request("a"), request("b")], slot=slot, sink=sink)
         assert sink.lost_groups == ["a", "b"] and not slot.assigned
+        await asyncio.sleep(5)
         await pool.close()
 
     run_in_virtual_time(main())
