@@ -128,9 +128,10 @@ class MemoryLog:
         """See `RunLog`."""
         self.events.append(text)
 
-    def restore(self, step: int, *, rollouts: int = 0) -> None:
+    def restore(self, step: int, *, rollouts: int = 0) -> Sequence[float]:
         """See `RunLog`."""
         self.restored = step
+        return ()
 
 
 class NoStore:

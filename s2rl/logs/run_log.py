@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -110,10 +110,10 @@ class RunLog:
         """Bytes of rollouts.jsonl; stored in a checkpoint: a drop may be in one of the step before its own."""
         return 0 if self._rollouts is None else self._rollouts.position
 
-    def restore(self, step: int, *, rollouts: int = 0) -> None:
+    def restore(self, step: int, *, rollouts: int = 0) -> Sequence[float]:
         """Forget rows of steps after `step`, and rollouts after `rollouts` bytes; show what was reached.
 
-        Called once, before the first row.
+        Returns the held-out accuracies of the rows that stay. Called once, before the first row.
         """
         self._metrics.keep_steps(step)
         if self._rollouts is not None:
@@ -123,6 +123,7 @@ class RunLog:
             self._state.take(row)
         for sink in self._sinks:
             sink.purge(int(rows[-1]["step"]) if rows else -1)
+        return tuple(self._state.accuracies)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 

@@ -373,10 +373,13 @@ class _Run:
             raise StalledError(
                 f"{latest.path}: the learner's files are of version {version}, the queue's of {queue.version}"
             )
-        self._log.restore(saved.step, rollouts=saved.rollouts_position)
+        accuracies = self._log.restore(saved.step, rollouts=saved.rollouts_position)
         checkpointer.resumed(saved.step)
         self._log.event(f"resumed from {latest.path} at step {saved.step}")
-        return LoopState(**saved.counters)
+        state = LoopState(**saved.counters)
+        if accuracies:  # the evaluation of the checkpoint's own step was still under way when it was taken
+            state.last_accuracy, state.best_accuracy = accuracies[-1], max(accuracies)
+        return state
 
     async def _save_what_can_be(self, checkpointer: Checkpointer, loop: TrainingLoop) -> None:
         try:

@@ -22,6 +22,7 @@ from s2rl.config import RunConfig, digest
 from s2rl.data.rows import load_rows
 from s2rl.data.stream import PromptStream
 from s2rl.logs import RunLog
+from s2rl.trainer.trainer import TrainResult
 from s2rl.types import RankBatch, StepResult
 
 
@@ -56,7 +57,7 @@ class _Run(SimulatedRun):
         return process
 
 
-def train_simulated(config: RunConfig) -> None:
+def train_simulated(config: RunConfig) -> TrainResult:
     """What `Trainer.fit` does, on simulated processes."""
     rows = load_rows(config.data.train, columns=config.data.columns)
     log = RunLog(config, console=Console(file=io.StringIO()))
@@ -69,13 +70,15 @@ def train_simulated(config: RunConfig) -> None:
         overlong=lambda prompt_id: int(prompt_id.partition("-")[2]) % 11 == 5,
         faults=[(0, Faults(fail=lambda group_id: "no room" if group_id.endswith("7") else None))],
     )
-    run_in_virtual_time(run.main())
+    result = run_in_virtual_time(run.main())
     log._metrics.close()
     assert log._rollouts is not None
     log._rollouts.close()
+    log.folder.close()
+    return result
 
 
-def in_child(work: Callable[[], None]) -> int:
+def in_child(work: Callable[[], object]) -> int:
     """Run in a forked process; its exit status, negative after a signal."""
     pid = os.fork()
     if pid == 0:

@@ -126,3 +126,17 @@ def test_a_run_killed_again_and_again_loses_no_checkpoint_and_no_prompt(config: 
         assert kills < 200, "no progress"
     assert kills > 0
     check(config)
+
+
+def test_a_finished_run_started_again_returns_the_accuracy_of_its_last_step(config: RunConfig) -> None:
+    def twice() -> None:
+        first = train_simulated(config)
+        again = train_simulated(config)
+        assert first.accuracy == last_accuracy(config) == again.accuracy
+        assert again.step == STEPS and again.best_accuracy == first.best_accuracy
+
+    assert in_child(twice) == 0
+
+
+def last_accuracy(config: RunConfig) -> float:
+    return lines(config.run_dir / "metrics.jsonl")[-1]["eval/accuracy"]
