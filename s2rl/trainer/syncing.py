@@ -149,10 +149,11 @@ class WeightSync:
         failure = next((e for t in done if not t.cancelled() and (e := t.exception()) is not None), None)
         if pending and failure is not None:
             timed_out = time.monotonic() - started >= 0.9 * _COLLECTIVE_SHARE * self._limit_s
-            kind = StalledError if timed_out else _GivenUp
             _, pending = await asyncio.wait(pending, timeout=_BROKEN_S)
             for member, task in zip(members, tasks[1:], strict=True):
                 if task in pending:
+                    # One that was declared dead meanwhile (its reports stopped) is a cause, too.
+                    kind = StalledError if timed_out or not member.is_here else _GivenUp
                     error = kind(f"no answer {_BROKEN_S:.0f} s after {what} failed elsewhere: {failure}")
                     self._pool.died(member.slot, error, handle=member.handle, caused_by_another=not timed_out)
                     given_up[task] = error
