@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -16,14 +17,14 @@ from rich.console import Console
 
 from bench.controller.clock import run_in_virtual_time
 from bench.controller.simulated import Faults, SimulatedLearner
-from bench.controller.wiring import SimulatedRun
+from bench.controller.wiring import SimulatedGrader, SimulatedRun
 from s2rl.ckpt import CheckpointStore
 from s2rl.config import RunConfig, digest
 from s2rl.data.rows import load_rows
 from s2rl.data.stream import PromptStream
 from s2rl.logs import RunLog
 from s2rl.trainer.trainer import TrainResult
-from s2rl.types import RankBatch, StepResult
+from s2rl.types import Completion, Prompt, RankBatch, Rollout, Score, StepResult
 
 
 class _RememberingLearner(SimulatedLearner):
@@ -48,6 +49,17 @@ class _RememberingLearner(SimulatedLearner):
         return await super().load(path)
 
 
+class _Grader(SimulatedGrader):
+    """Scores that differ from one evaluation to the next."""
+
+    async def grade_many(self, items: Sequence[tuple[Completion, Prompt]]) -> list[Rollout]:
+        def score(completion: Completion) -> Score:
+            digest = hashlib.sha256(f"{completion.group_id}/{completion.index}".encode()).digest()
+            return Score(total=float(digest[0] & 1))
+
+        return [Rollout(completion=completion, score=score(completion)) for completion, _ in items]
+
+
 @dataclass(kw_only=True)
 class _Run(SimulatedRun):
     async def learner(self) -> SimulatedLearner:
@@ -63,10 +75,11 @@ def train_simulated(config: RunConfig) -> TrainResult:
     log = RunLog(config, console=Console(file=io.StringIO()))
     run = _Run(
         config=config,
+        grader=_Grader(),
         log=log,
         store=CheckpointStore(log.folder.checkpoints, keep=2, config_digest=digest(config)),
         stream=PromptStream(rows, seed=config.seed, shuffle=True),
-        num_eval_prompts=3,
+        num_eval_prompts=9,
         overlong=lambda prompt_id: int(prompt_id.partition("-")[2]) % 11 == 5,
         faults=[(0, Faults(fail=lambda group_id: "no room" if group_id.endswith("7") else None))],
     )
