@@ -79,7 +79,7 @@ def train_simulated(config: RunConfig) -> TrainResult:
         log=log,
         store=CheckpointStore(log.folder.checkpoints, keep=2, config_digest=digest(config)),
         stream=PromptStream(rows, seed=config.seed, shuffle=True),
-        num_eval_prompts=9,
+        num_eval_prompts=16,
         overlong=lambda prompt_id: int(prompt_id.partition("-")[2]) % 11 == 5,
         faults=[(0, Faults(fail=lambda group_id: "no room" if group_id.endswith("7") else None))],
     )
