@@ -376,10 +376,10 @@ class _Run:
         accuracies = self._log.restore(saved.step, rollouts=saved.rollouts_position)
         checkpointer.resumed(saved.step)
         self._log.event(f"resumed from {latest.path} at step {saved.step}")
-        state = LoopState(**saved.counters)
+        reached = LoopState(**saved.counters)
         if accuracies:  # the evaluation of the checkpoint's own step was still under way when it was taken
-            state.last_accuracy, state.best_accuracy = accuracies[-1], max(accuracies)
-        return state
+            reached.last_accuracy, reached.best_accuracy = accuracies[-1], max(accuracies)
+        return reached
 
     async def _save_what_can_be(self, checkpointer: Checkpointer, loop: TrainingLoop) -> None:
         try:
