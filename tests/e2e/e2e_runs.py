@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -143,9 +144,14 @@ def actor_pid(run: Path, name: str) -> int:
     return int(found[-1])
 
 
+def session_folder(command: Command) -> Path:
+    """Temporary folder of a run's Ray session."""
+    return Path(tempfile.gettempdir()) / command.mark
+
+
 def check_nothing_is_left(command: Command) -> None:
     """No process of the run, no folder of its Ray session."""
-    folder = Path("/tmp") / command.mark
+    folder = session_folder(command)
     deadline = time.monotonic() + _LEFT_OVER_LIMIT_S
     while (left := marked_processes(command.mark)) or folder.exists():
         if time.monotonic() > deadline:

@@ -18,6 +18,7 @@ from e2e_runs import (
     complete_checkpoints,
     last_step,
     rows,
+    session_folder,
     settings,
     trained_ids,
     write_config,
@@ -102,7 +103,7 @@ def test_when_the_command_alone_is_killed_the_rest_of_its_run_ends_by_itself(run
 
 def test_when_a_starting_command_is_killed_the_rest_ends_by_itself(runs: Runs) -> None:
     command = runs.start()
-    command.wait_until(lambda: Path("/tmp", command.mark).exists())
+    command.wait_until(lambda: session_folder(command).exists())
     time.sleep(1.0)
     command.send(signal.SIGKILL)
     command.wait()
@@ -201,7 +202,10 @@ def test_an_interrupt_during_the_start_ends_it_soon(runs: Runs, phase: str, to_g
     assert time.monotonic() - sent < 45
     assert "Traceback" not in ended.err, ended.err
     check_nothing_is_left(command)
-    assert not complete_checkpoints(runs.run)
+    if phase == "first weight sync":  # it may be over when the signal arrives
+        check_history(runs.run)
+    else:
+        assert not complete_checkpoints(runs.run)
 
 
 def test_a_second_interrupt_ends_the_run_at_once(runs: Runs) -> None:
