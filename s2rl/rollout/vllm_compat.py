@@ -42,7 +42,7 @@ def environment(config: RolloutConfig, *, device: Device) -> dict[str, str]:
         tuning["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # oneDNN compiles a kernel (half a millisecond, up to 0.8 MB) for each number of rows that a matrix product
         # meets and keeps 1024 of them, so that an engine would grow by hundreds of MB over its first hundred updates.
-        tuning["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
+        tuning["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "128"
         # Nothing of the model is compiled; one helper of the sampler would be, for 3 s and with a C++ compiler.
         forced["TORCHDYNAMO_DISABLE"] = "1"
     if device == "npu":
