@@ -6,6 +6,7 @@ still counted. A process that lives shorter than the polling interval may be mis
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -75,6 +76,7 @@ class ProcessTree:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._poll_s = poll_s
+        self._foreign = set(_read_stats())
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 list(command), env=dict(env), cwd=cwd, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
@@ -113,9 +115,13 @@ class ProcessTree:
             raise
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching, and reap the orphans that ended."""
         self._closing.set()
         self._thread.join()
+        for pid, _ in self._seen:
+            if pid != self.process.pid:
+                with contextlib.suppress(ChildProcessError):  # most were reaped by their own parents
+                    os.waitpid(pid, os.WNOHANG)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._poll_s):
@@ -123,7 +129,7 @@ class ProcessTree:
 
     def _poll(self) -> None:
         stats = _read_stats()
-        members = _descendants(self.process.pid, os.getpid(), stats)
+        members = _descendants(self.process.pid, os.getpid(), stats) - self._foreign
         with self._lock:
             self._alive = {}
             for pid in members:
