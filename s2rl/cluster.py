@@ -163,6 +163,8 @@ class Cluster:
         # Ray would otherwise rewrite the accelerator variables of actors that claim no device.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's state server would keep a record of every call, and grow with each.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         # Ray prints half a page about each process that dies; what it means for the run is said by the run.
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
         import ray
