@@ -99,6 +99,13 @@ def test_a_run_full_of_trouble_keeps_every_promise(seed: int):
         assert all(row["eval/version"] == row["version"] for row in evaluated)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_more_runs_full_of_trouble():
+    for seed in range(60, 1060):
+        test_a_run_full_of_trouble_keeps_every_promise(seed)
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_a_run_full_of_trouble_that_is_killed_again_and_again_has_one_history(seed: int, tmp_path: Path):
     rng = random.Random(1000 + seed)

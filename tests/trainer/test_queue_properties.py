@@ -51,6 +51,7 @@ def test_no_schedule_breaks_the_bound_loses_a_prompt_or_waits_for_ever():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_more_schedules():
     coverage = Coverage()
     for seed in range(NUM_SCHEDULES, 30 * NUM_SCHEDULES):
