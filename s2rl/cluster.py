@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 _TEMP_PREFIX = "s2rl-ray-"
 _OBJECT_STORE_BYTES = 512 * 1024 * 1024
-_REAP_S = 30.0
 # Messages between our processes are small (token ids, reports); weights never travel through the object store.
+_REAP_S = 30.0
+_CONNECT_S = 10.0
 
 
 class ActorDied(RunError):
@@ -179,6 +180,7 @@ class Cluster:
             common["runtime_env"] = {"env_vars": dict(self._config.env_vars)}
         if self._config.address is not None:
             common.pop("include_dashboard")
+            _check_reachable(self._config.address)
             try:
                 ray.init(address=self._config.address, **common)
             except ConnectionError as error:
@@ -271,6 +273,22 @@ class Cluster:
                 logger.warning("processes of the run do not end; process %d goes on ending them", self._reaper.pid)
             self._reaper = None
             del os.environ[MARK]
+
+
+def _check_reachable(address: str) -> None:
+    """Raise `ConfigError` when nothing listens at `host:port`: Ray itself would go on trying for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        if not host or not port.isdecimal():
+            raise OSError("it is neither `auto` nor host:port")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cluster.address={address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`, "
+            "or leave the key out to run on this machine"
+        ) from error
 
 
 def remove_stale_sessions() -> None:

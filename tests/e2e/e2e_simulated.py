@@ -69,6 +69,11 @@ class _Run(SimulatedRun):
         return process
 
 
+def _no_room(group_id: str) -> str | None:
+    """Why the first worker cannot sample a group, if so."""
+    return "no room" if group_id.endswith("7") and not group_id.startswith("eval") else None
+
+
 def train_simulated(config: RunConfig) -> TrainResult:
     """What `Trainer.fit` does, on simulated processes."""
     rows = load_rows(config.data.train, columns=config.data.columns)
@@ -81,7 +86,7 @@ def train_simulated(config: RunConfig) -> TrainResult:
         stream=PromptStream(rows, seed=config.seed, shuffle=True),
         num_eval_prompts=16,
         overlong=lambda prompt_id: int(prompt_id.partition("-")[2]) % 11 == 5,
-        faults=[(0, Faults(fail=lambda group_id: "no room" if group_id.endswith("7") else None))],
+        faults=[(0, Faults(fail=_no_room))],
     )
     result = run_in_virtual_time(run.main())
     log._metrics.close()

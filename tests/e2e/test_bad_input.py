@@ -242,6 +242,15 @@ def test_a_module_class_that_the_model_has_not_is_refused(project: Project) -> N
     )
 
 
+# ---- the cluster -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379", "127.0.0.1", "127.0.0.1:99999999"])
+def test_a_cluster_that_does_not_answer_is_refused_at_once(project: Project, address: str) -> None:
+    message = project.refusal(f"cluster.address={address}")
+    assert f"cluster.address={address!r}: no Ray cluster answers there" in message and "ray start --head" in message
+
+
 # ---- run folders and checkpoints -------------------------------------------------------------------------------------
 
 

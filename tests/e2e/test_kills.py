@@ -221,3 +221,51 @@ def test_a_second_interrupt_ends_the_run_at_once(runs: Runs) -> None:
     check_nothing_is_left(command)
     check_history(runs.run)
     runs.finish()
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_survives_everything_in_any_order(start: Any, tmp_path: Path, example: Any, seed: int) -> None:
+    """One run folder, one event per start, each at a random time; then the run is finished."""
+    shape = [
+        {"learner": {"ranks": 2}},
+        {"rollout": {"workers": 2, "max_num_seqs": 32}, "staleness": {"max_staleness": 1}},
+    ][seed]
+    runs = Runs(start, tmp_path, example, steps=MANY, checkpoint={"every": 2, "keep": 1}, **shape)
+    chance = random.Random(seed)
+    events = ["worker", "learner", "tree", "command", "interrupt", "terminate", "two interrupts", "worker and tree"]
+    for event in chance.sample(events, len(events)):
+        command = runs.start()
+        saved = (complete_checkpoints(runs.run) or [0])[-1]
+        target = saved + chance.randint(1, 12)
+        command.wait_until(lambda command=command, target=target: runs.is_past(target, command))
+        time.sleep(chance.uniform(0, 0.5))
+        _happen(event, command, runs.run)
+        if event == "worker":  # it is replaced, and then the run is interrupted
+            command.wait_until(lambda command=command: "is replaced" in command.text())
+            time.sleep(chance.uniform(0, 0.5))
+            command.send(signal.SIGINT, to_group=True)
+        ended = command.wait(limit_s=200)
+        assert ended.code in (-signal.SIGKILL, 1, 130), (event, ended.out + ended.err)
+        assert "Traceback" not in ended.err, (event, ended.err)
+        if "tree" not in event:
+            check_nothing_is_left(command)
+    runs.finish()
+
+
+def _happen(event: str, command: Command, run: Path) -> None:
+    if "worker" in event:
+        os.kill(actor_pid(run, "rollout-0"), signal.SIGKILL)
+    if event == "learner":
+        os.kill(actor_pid(run, "learner-0"), signal.SIGKILL)
+    if event == "command":
+        command.send(signal.SIGKILL)
+    if event == "terminate":
+        command.send(signal.SIGTERM)
+    for _ in range({"interrupt": 1, "two interrupts": 2}.get(event, 0)):
+        command.send(signal.SIGINT, to_group=True)
+        time.sleep(0.1)
+    if "tree" in event:
+        command.kill_tree()
