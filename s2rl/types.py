@@ -192,7 +192,25 @@ class MicroBatch:
     """Samples that go through one forward and backward on one rank. May be empty: the rank then joins the
     collectives only."""
 
-    samples: tuple[Sample, ...]
+    rows: tuple[tuple[Sample, ...], ...]
+    """Samples of one row have the same prompt, which stands in the row once, in front of all their completions."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Row by row."""
+        return tuple(sample for row in self.rows for sample in row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """How the learner wants samples laid out; its model and attention backend decide."""
+
+    packed: bool = False
+    """All rows of a micro-batch one after the other, without padding; else each is padded to the longest."""
+    shares_prompts: bool = False
+    """Whether a row may hold several completions of one prompt."""
+    attention_break_even: int = 1
+    """Row length (positions) at which attention costs as much as everything else in the model together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from s2rl.types import (
     IntArray,
     PublishReport,
     RankBatch,
+    RowLayout,
     StepResult,
     SyncGroupSpec,
     TensorSpec,
@@ -192,6 +193,10 @@ class SimulatedLearner:
         self._enter("start")
         await asyncio.sleep(self._costs.start_s)
         return FACTS
+
+    async def layout(self) -> RowLayout:
+        """See `LearnerHandle`."""
+        return RowLayout()
 
     async def manifest(self) -> list[TensorSpec]:
         """See `LearnerHandle`."""

@@ -27,6 +27,7 @@ from s2rl.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    RowLayout,
     Score,
 )
 
@@ -160,7 +161,7 @@ def _step(config: RunConfig, groups: Sequence[RolloutGroup]) -> Step:
         version=0,
         num_ranks=config.learner.ranks,
         max_tokens=config.learner.max_tokens_per_micro_batch,
-        packed=False,
+        layout=RowLayout(),
         skip_zero_advantage=config.algorithm.kl.coefficient == 0.0,
     )
     micros = [micro for rank in plan.rank_batches for micro in rank.micro_batches]

@@ -203,6 +203,10 @@ class LearnerConfig(Section):
     packing: Literal["auto", "on", "off"] = "auto"
     """Packed sequences (no padding) or length-sorted rows. `auto`: packed where the attention backend keeps packed
     sequences apart at no cost (flash_attention_2), else rows."""
+    prompt_sharing: Literal["auto", "on", "off"] = "auto"
+    """Compute a prompt once for the completions of its group that meet in a row, each of which sees the prompt and
+    itself only. `auto`: on for rows (not packed) of a model that only has full attention, with the attention backend
+    `sdpa`."""
     logprob_chunk_tokens: Positive = 1024
     """Completion tokens whose logits exist at once."""
     activation_checkpointing: bool = False

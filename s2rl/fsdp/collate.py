@@ -1,4 +1,8 @@
-"""From samples to tensors: one right-padded row per sample, or all samples one after the other in a single row."""
+"""From samples to tensors: right-padded rows, or all rows one after the other in a single one.
+
+A row holds one sample, or several of one prompt: the prompt once, then each completion (`RowLayout`). Sizes are written
+as B rows, S positions of a row, N completion tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from s2rl.types import Sample
+from s2rl.types import IntArray, Sample
+
+_PADDING, _PROMPT = -1, 0
+"""Owners of positions beside completions, which count from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardInputs:
     """What the policy's forward takes.
 
-    There is no attention mask. Padding is on the right, and a causal model's tokens never look to their right, so real
-    tokens do not see it; the hidden states of padding are never selected. Packed sequences are kept apart by their
-    position ids, which start again at 0: transformers builds a block-diagonal mask (or variable-length kernel
-    arguments) from that, as long as no mask is given.
+    Rows of one sample each need no attention mask. Padding is on the right, and a causal model's tokens never look to
+    their right, so real tokens do not see it; the hidden states of padding are never selected. Packed sequences are
+    kept apart by their position ids, which start again at 0: transformers builds a block-diagonal mask (or
+    variable-length kernel arguments) from that, as long as no mask is given. Where completions share a prompt,
+    `model_inputs` holds the mask `attention_mask` [B, 1, S, S] bool, True where a position sees another, and each
+    completion's positions go on from the prompt's.
     """
 
     input_ids: Tensor  # [B, S] int64
     position_ids: Tensor  # [B, S] int64
-    positions_N: Tensor  # [N] int64, into the flattened [B * S]: the position before each completion token
+    positions_N: Tensor  # [N] int64, into the flattened [B * S]: the position that predicts each completion token
     targets_N: Tensor  # [N] int64, the completion tokens
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -39,44 +48,97 @@ class TokenData:
     sample_lengths: Tensor  # [N] float32, completion length of the token's sample
 
 
-def collate_forward(
-    token_ids: Sequence[np.ndarray], prompt_lens: Sequence[int], *, packed: bool, device: torch.device
-) -> ForwardInputs:
-    """Tensors for sequences of token ids [L] whose first `prompt_lens[i]` tokens (at least 1) are not predicted.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Row:
+    """One row without padding."""
 
-    An empty list gives a dummy row without targets, so that a rank without work can enter the forward's collectives.
-    """
-    if any(not 1 <= prompt <= len(ids) for ids, prompt in zip(token_ids, prompt_lens, strict=True)):
+    input_ids: np.ndarray  # [L]
+    position_ids: np.ndarray  # [L]
+    owners: np.ndarray  # [L], which completion a position belongs to, counted from 1; 0 for the prompt
+    predictors: np.ndarray  # [N of this row], the position that predicts each completion token
+    targets: np.ndarray  # [N of this row]
+
+
+def _row(sequences: Sequence[IntArray], prompt_len: int) -> _Row:
+    """The first `prompt_len` tokens, which are the same in all sequences, once; then the rest of each."""
+    if any(not 1 <= prompt_len <= len(ids) for ids in sequences):
         raise ValueError("a sequence needs at least one prompt token: the first token has nothing that predicts it")
-    ids = list(token_ids) or [np.zeros(2, dtype=np.int32)]
-    lengths = np.array([len(row) for row in ids])
-    width = int(lengths.sum() if packed else lengths.max())
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if packed else np.arange(len(ids)) * width
-    input_ids = np.zeros(width if packed else len(ids) * width, dtype=np.int64)
-    for start, row in zip(starts, ids, strict=True):
-        input_ids[start : start + len(row)] = row
-    position_ids = np.concatenate([np.arange(n) for n in lengths]) if packed else np.tile(np.arange(width), len(ids))
-    spans = [
-        np.arange(start + prompt, start + len(row))
-        for start, row, prompt in zip(starts, token_ids, prompt_lens, strict=False)
-    ]
-    predicted = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
-    rows = (1 if packed else len(ids), width)
-    return ForwardInputs(
-        input_ids=torch.from_numpy(input_ids.reshape(rows)).to(device),
-        position_ids=torch.from_numpy(position_ids.reshape(rows)).to(device),
-        positions_N=torch.from_numpy(predicted - 1).to(device),
-        targets_N=torch.from_numpy(input_ids[predicted]).to(device),
+    prompt = sequences[0][:prompt_len]
+    if any(not np.array_equal(ids[:prompt_len], prompt) for ids in sequences[1:]):
+        raise ValueError("sequences of one row must begin with the same prompt")
+    completions = [ids[prompt_len:] for ids in sequences]
+    starts = prompt_len + np.cumsum([0, *(len(c) for c in completions)])
+    return _Row(
+        input_ids=np.concatenate([prompt, *completions]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(prompt_len), *(prompt_len + np.arange(len(c)) for c in completions)]),
+        owners=np.repeat(np.arange(len(completions) + 1), [prompt_len, *(len(c) for c in completions)]),
+        predictors=np.concatenate(
+            [
+                np.concatenate([[prompt_len - 1], start + np.arange(len(c) - 1)]) if len(c) else np.zeros(0, np.int64)
+                for start, c in zip(starts, completions, strict=False)
+            ]
+        ).astype(np.int64),
+        targets=np.concatenate(completions).astype(np.int64),
     )
+
+
+def collate_forward(
+    rows: Sequence[Sequence[IntArray]], prompt_lens: Sequence[int], *, packed: bool, device: torch.device
+) -> ForwardInputs:
+    """Tensors for rows of token sequences [L] whose first `prompt_lens[i]` tokens (at least 1) are not predicted.
+
+    Sequences of one row share these tokens; a packed row takes one sequence only. An empty list gives a dummy row
+    without targets, so that a rank without work can enter the forward's collectives.
+    """
+    made = [_row(sequences, prompt_len) for sequences, prompt_len in zip(rows, prompt_lens, strict=True)]
+    made = made or [_row([np.zeros(2, dtype=np.int32)], 2)]
+    shared = any(len(sequences) > 1 for sequences in rows)
+    if packed and shared:
+        raise ValueError("packed rows cannot share prompts: nothing but position ids keeps them apart")
+    lengths = np.array([len(row.input_ids) for row in made])
+    width = int(lengths.sum() if packed else lengths.max())
+    starts = np.cumsum([0, *lengths[:-1]]) if packed else np.arange(len(made)) * width
+    size = width if packed else len(made) * width
+    input_ids, position_ids = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    owners = np.full(size, _PADDING)
+    for start, row in zip(starts, made, strict=True):
+        span = slice(start, start + len(row.input_ids))
+        input_ids[span], position_ids[span], owners[span] = row.input_ids, row.position_ids, row.owners
+        if not packed:  # padding goes on counting, so that no position id says that a sequence begins there
+            padding = slice(start + len(row.input_ids), start + width)
+            position_ids[padding] = np.arange(len(row.input_ids), width)
+    shape = (1 if packed else len(made), width)
+    return ForwardInputs(
+        input_ids=torch.from_numpy(input_ids.reshape(shape)).to(device),
+        position_ids=torch.from_numpy(position_ids.reshape(shape)).to(device),
+        positions_N=torch.from_numpy(
+            np.concatenate([start + row.predictors for start, row in zip(starts, made, strict=True)])
+        ).to(device),
+        targets_N=torch.from_numpy(np.concatenate([row.targets for row in made])).to(device),
+        model_inputs={"attention_mask": _sharing_mask(owners.reshape(shape), device=device)} if shared else {},
+    )
+
+
+def _sharing_mask(owners_BS: np.ndarray, *, device: torch.device) -> Tensor:
+    """[B, 1, S, S] bool: each position sees the prompt and its own completion, up to itself.
+
+    Padding sees the prompt, so that no position sees nothing, which would make its softmax undefined.
+    """
+    owners = torch.from_numpy(owners_BS).to(device)
+    keys, queries = owners[:, None, :], owners[:, :, None]
+    visible_BSS = (keys == _PROMPT) | (keys == queries) & (keys != _PADDING)
+    causal_SS = torch.ones(owners.shape[1], owners.shape[1], dtype=torch.bool, device=device).tril()
+    return (visible_BSS & causal_SS)[:, None]
 
 
 def collate_samples(
-    samples: Sequence[Sample], *, packed: bool, device: torch.device
+    rows: Sequence[Sequence[Sample]], *, packed: bool, device: torch.device
 ) -> tuple[ForwardInputs, TokenData]:
-    """Tensors of one micro-batch; it may be empty."""
+    """Tensors of one micro-batch, its rows of samples that share a prompt; it may be empty."""
     inputs = collate_forward(
-        [s.token_ids for s in samples], [s.prompt_len for s in samples], packed=packed, device=device
+        [[s.token_ids for s in row] for row in rows], [row[0].prompt_len for row in rows], packed=packed, device=device
     )
+    samples = [sample for row in rows for sample in row]
     lengths = [len(s.token_ids) - s.prompt_len for s in samples]
     for sample, length in zip(samples, lengths, strict=True):
         if not len(sample.logprobs) == len(sample.versions) == length:

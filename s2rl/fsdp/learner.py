@@ -41,6 +41,7 @@ from s2rl.types import (
     FloatArray,
     PublishReport,
     RankBatch,
+    RowLayout,
     StepResult,
     SyncGroupSpec,
     TensorSpec,
@@ -146,6 +147,10 @@ class Learner:
         )
         self._manifest = export_manifest(policy, rollout_dtype=self._rollout_dtype)
         return tokenizer_facts(self._model, vocab_size=policy.vocab_size)
+
+    def layout(self) -> RowLayout:
+        """How samples are to be laid out for `train`; the same on every rank."""
+        return self._started().policy.layout
 
     def manifest(self) -> list[TensorSpec]:
         """The tensors of a publication, sorted by name; the same on every rank."""

@@ -24,6 +24,7 @@ from s2rl.config.schema import Device, LearnerConfig, ModelConfig
 from s2rl.errors import ModelError
 from s2rl.fsdp.policy import Policy
 from s2rl.models import DiskTensor, ModelAdapter, adapter_for, read_layout
+from s2rl.types import RowLayout
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class ShardedPolicy:
     disk: Mapping[str, DiskTensor]
     """What the model folder holds under the same names."""
     vocab_size: int
-    packed: bool
+    layout: RowLayout
     keep_gathered: bool
     """Parameters stay gathered from the first forward of a step to its last backward, and gradients are reduced once.
     Otherwise both happen per micro-batch, and no rank holds more than one gathered unit at a time."""
@@ -70,6 +71,38 @@ def resolve_attention(requested: str, *, device: Device) -> str:
 def resolve_packing(requested: Literal["auto", "on", "off"], *, attention: str) -> bool:
     """Whether samples share a row. Only variable-length kernels keep packed samples apart without a quadratic mask."""
     return requested == "on" or (requested == "auto" and attention == "flash_attention_2")
+
+
+def resolve_sharing(
+    requested: Literal["auto", "on", "off"], *, packed: bool, attention: str, adapter: ModelAdapter, config: Any
+) -> bool:
+    """Whether completions share a row with their prompt. Raises ModelError where it was asked for and cannot be."""
+    if requested == "off":
+        return False
+    if packed:
+        obstacle = "learner.packing is in use, whose rows are kept apart by position ids only"
+    elif attention != "sdpa":
+        obstacle = f"attention '{attention}' does not take a mask of our own, 'sdpa' does"
+    elif not adapter.shares_prompts(config):
+        obstacle = "this model has layers other than full attention, which an attention mask does not reach"
+    else:
+        return True
+    if requested == "on":
+        raise ModelError(f"learner.prompt_sharing: 'on' is not possible: {obstacle}. Set it to 'auto' or 'off'.")
+    return False
+
+
+def attention_break_even(causal_lm: Any, config: Any) -> int:
+    """Row length at which attention over the row costs as much as all matrix products of the layers.
+
+    A position costs 2 floating point operations for every parameter of a layer, and 4 for every key and element of
+    the query heads.
+    """
+    text = config.get_text_config()
+    outside = {id(causal_lm.get_input_embeddings().weight), id(causal_lm.get_output_embeddings().weight)}
+    in_layers = sum(p.numel() for p in causal_lm.parameters() if id(p) not in outside)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return max(1, in_layers // (2 * text.num_hidden_layers * text.num_attention_heads * head_dim))
 
 
 def build_policy(
@@ -104,7 +137,7 @@ def build_policy(
         parameters=parameters,
         disk={name: disk[name] for name in parameters},
         vocab_size=causal_lm.get_input_embeddings().weight.shape[0],
-        packed=built.packed,
+        layout=built.layout,
         keep_gathered=keep_gathered,
     )
 
@@ -128,7 +161,7 @@ class _Built:
     names: Mapping[str, str]
     """Name on disk by parameter name."""
     wrap_classes: tuple[str, ...]
-    packed: bool
+    layout: RowLayout
 
 
 def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable: bool) -> _Built:
@@ -140,6 +173,7 @@ def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable
     packed = resolve_packing(learner.packing, attention=attention)
     if packed and not adapter.packable:
         raise ModelError(f"learner.packing: {architecture} cannot keep packed sequences apart; set it to 'off'.")
+    shares = resolve_sharing(learner.prompt_sharing, packed=packed, attention=attention, adapter=adapter, config=config)
     held = torch.float32 if trainable else getattr(torch, learner.dtype)
     causal_lm = _build_on_meta(adapter.model_class(architecture), config, attention=attention, dtype=held)
     if learner.activation_checkpointing and trainable:
@@ -154,7 +188,16 @@ def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable
             raise ModelError(
                 f"learner.wrap_classes: the model has no module of class '{name}'; it has {', '.join(sorted(known))}."
             )
-    return _Built(causal_lm=causal_lm, adapter=adapter, disk=disk, names=names, wrap_classes=tuple(wrap), packed=packed)
+    return _Built(
+        causal_lm=causal_lm,
+        adapter=adapter,
+        disk=disk,
+        names=names,
+        wrap_classes=tuple(wrap),
+        layout=RowLayout(
+            packed=packed, shares_prompts=shares, attention_break_even=attention_break_even(causal_lm, config)
+        ),
+    )
 
 
 def _read_config(model: ModelConfig) -> Any:

@@ -35,7 +35,7 @@ def score_sequences(
         # A rank without a share in this round runs an empty micro-batch: the forward's collectives need everyone.
         indices = micros[first + rank] if first + rank < len(micros) else []
         rows = [np.asarray(sequences[i], dtype=np.int32) for i in indices]
-        inputs = collate_forward(rows, [1] * len(rows), packed=policy.packed, device=device)
+        inputs = collate_forward([[row] for row in rows], [1] * len(rows), packed=policy.layout.packed, device=device)
         with torch.no_grad():
             logprobs, _ = policy.module.logprobs(inputs, temperature=temperature)
         ends = np.cumsum([len(row) - 1 for row in rows], dtype=np.int64)

@@ -65,7 +65,6 @@ class BatchUpdate:
         metrics = MetricSums()
         micros = [self._prepare(batch, index) for index in range(len(batch.micro_batches))]
         samples = [sample for micro in batch.micro_batches for sample in micro.samples]
-        metrics.total("batch/tokens", float(sum(len(s) for s in samples)))
         metrics.total("batch/loss_tokens", float(sum(len(s.logprobs) for s in samples)))
         num_skipped, lr = 0, 0.0
         for update in range(self._algorithm.updates_per_batch):
@@ -85,8 +84,8 @@ class BatchUpdate:
         return metrics, num_skipped
 
     def _prepare(self, batch: RankBatch, index: int) -> _PreparedMicro:
-        samples = batch.micro_batches[index].samples
-        inputs, tokens = collate_samples(samples, packed=self._policy.packed, device=self._device)
+        rows = batch.micro_batches[index].rows
+        inputs, tokens = collate_samples(rows, packed=self._policy.layout.packed, device=self._device)
         weights = token_weights(
             tokens.sample_lengths,
             aggregation=self._algorithm.aggregation,

@@ -29,6 +29,16 @@ class ModelAdapter:
     packable: bool = True
     """Whether several sequences may share one row, kept apart by position ids."""
 
+    def shares_prompts(self, config: Any) -> bool:
+        """Whether every layer of a model with this configuration attends to all that an attention mask lets it see.
+
+        Sliding windows, chunks and recurrent layers follow the order of positions in a row, so a completion would see
+        another one of its row.
+        """
+        text = config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+        return kinds == {"full_attention"} and not getattr(text, "use_sliding_window", False)
+
     def model_class(self, architecture: str) -> Any:
         """The transformers class that the learner builds for `architecture`."""
         import transformers

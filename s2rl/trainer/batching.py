@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from s2rl.algo.advantages import group_advantages
-from s2rl.types import FinishReason, MicroBatch, RankBatch, RolloutGroup, Sample
+from s2rl.types import FinishReason, MicroBatch, RankBatch, RolloutGroup, RowLayout, Sample
+
+Row = tuple[Sample, ...]
+"""Samples of one prompt, which is computed once for all of them."""
 
 MAX_ROW_PADDING = 0.12
 """A row joins a micro-batch of longer rows only while less than this share of it would be padding."""
@@ -29,7 +32,7 @@ class BatchPlan:
     """Samples without effect on the gradient (advantage exactly zero, no KL term): counted in every
     denominator, not computed."""
     num_tokens: int
-    """Prompt and completion tokens that are computed."""
+    """Prompt and completion tokens that are computed; a prompt that several samples share counts once."""
     padding_fraction: float
     """Padding positions over all positions computed."""
 
@@ -55,7 +58,13 @@ def samples_of(group: RolloutGroup, *, advantage: str) -> list[Sample]:
 
 
 def plan_batch(
-    samples: Sequence[Sample], *, version: int, num_ranks: int, max_tokens: int, packed: bool, skip_zero_advantage: bool
+    samples: Sequence[Sample],
+    *,
+    version: int,
+    num_ranks: int,
+    max_tokens: int,
+    layout: RowLayout,
+    skip_zero_advantage: bool,
 ) -> BatchPlan:
     """Split samples into micro-batches within `max_tokens` positions each and deal them to the ranks.
 
@@ -66,14 +75,18 @@ def plan_batch(
     over = [s for s in active if len(s) > max_tokens]
     if over:
         raise ValueError(f"sample of group {over[0].group_id} has {len(over[0])} tokens, over max_tokens={max_tokens}")
-    per_rank = _deal(_split(active, max_tokens=max_tokens, packed=packed, at_least=num_ranks), num_ranks)
-    padding = [sum(_padding(micro, packed) for micro in rank) for rank in per_rank]
-    num_tokens = sum(len(s) for s in active)
+    rows = (
+        _shared_rows(active, max_tokens=max_tokens, layout=layout) if layout.shares_prompts else [(s,) for s in active]
+    )
+    micros = _split(rows, max_tokens=max_tokens, packed=layout.packed, at_least=num_ranks)
+    per_rank = _deal(micros, num_ranks)
+    padding = [sum(_padding(micro, layout.packed) for micro in rank) for rank in per_rank]
+    num_tokens = sum(_positions(micro) for rank in per_rank for micro in rank)
     return BatchPlan(
         rank_batches=tuple(
             RankBatch(
                 version=version,
-                micro_batches=tuple(MicroBatch(samples=tuple(micro)) for micro in rank),
+                micro_batches=tuple(MicroBatch(rows=tuple(micro)) for micro in rank),
                 num_loss_tokens=num_loss_tokens,
                 num_samples=len(samples),
                 num_padding_tokens=padding[index],
@@ -87,48 +100,98 @@ def plan_batch(
     )
 
 
-def _split(samples: Sequence[Sample], *, max_tokens: int, packed: bool, at_least: int) -> list[list[Sample]]:
-    """Micro-batches from the longest sample down; at least `at_least` of them when there are enough samples."""
-    ordered = sorted(samples, key=lambda s: (-len(s), s.group_id))
+def row_length(row: Sequence[Sample]) -> int:
+    """Positions of a row: the prompt once, then each completion."""
+    return row[0].prompt_len + sum(len(s) - s.prompt_len for s in row) if row else 0
+
+
+def _positions(rows: Sequence[Row]) -> int:
+    return sum(row_length(row) for row in rows)
+
+
+def _shared_rows(samples: Sequence[Sample], *, max_tokens: int, layout: RowLayout) -> list[Row]:
+    """Samples of a group in one row, as long as that is cheaper than a row of its own for the next one.
+
+    Sharing saves the prompt's positions, but attention in a row covers all of its completions: a row of length n costs
+    n * (1 + n / break_even), in positions of a model without attention.
+    """
+
+    def cost(length: int) -> float:
+        return length * (1 + length / layout.attention_break_even)
+
+    groups: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.group_id, sample.prompt_len), []).append(sample)
+    rows: list[Row] = []
+    for group in groups.values():
+        row: list[Sample] = []
+        for sample in sorted(group, key=len):
+            length = row_length(row)
+            grown = length + len(sample) - sample.prompt_len
+            if row and (grown > max_tokens or cost(grown) >= cost(length) + cost(len(sample))):
+                rows.append(tuple(row))
+                row = []
+            row.append(sample)
+        rows.append(tuple(row))
+    return rows
+
+
+def _split(rows: Sequence[Row], *, max_tokens: int, packed: bool, at_least: int) -> list[list[Row]]:
+    """Micro-batches from the longest row down; at least `at_least` of them when there are enough rows."""
+    ordered = sorted(rows, key=lambda row: (-row_length(row), row[0].group_id))
     # Fewer, fuller micro-batches are cheaper, but every rank should have work: aim at an even share of the budget.
-    total = sum(len(s) for s in ordered)
+    total = _positions(ordered)
     rounds = max(1, math.ceil(total / (max_tokens * at_least)))
-    target = min(max_tokens, max(math.ceil(total / (rounds * at_least)), len(ordered[0]) if ordered else 0))
-    micros: list[list[Sample]] = []
+    longest_of_all = row_length(ordered[0]) if ordered else 0
+    target = min(max_tokens, max(math.ceil(total / (rounds * at_least)), longest_of_all))
+    micros: list[list[Row]] = []
     positions = 0
-    for sample in ordered:
-        longest = len(micros[-1][0]) if micros else 0
-        grown = positions + len(sample) if packed else longest * (len(micros[-1]) + 1 if micros else 0)
-        too_short = not packed and len(sample) < longest * (1 - MAX_ROW_PADDING)
+    for row in ordered:
+        length = row_length(row)
+        longest = row_length(micros[-1][0]) if micros else 0
+        grown = positions + length if packed else longest * (len(micros[-1]) + 1 if micros else 0)
+        too_short = not packed and length < longest * (1 - MAX_ROW_PADDING)
         if not micros or grown > target or too_short:
-            micros.append([sample])
-            positions = len(sample)
+            micros.append([row])
+            positions = length
         else:
-            micros[-1].append(sample)
+            micros[-1].append(row)
             positions = grown
     return micros
 
 
-def _deal(micros: list[list[Sample]], num_ranks: int) -> list[list[list[Sample]]]:
-    """The same number of micro-batches for every rank, balanced by tokens; empty ones fill up."""
+def _deal(micros: list[list[Row]], num_ranks: int) -> list[list[list[Row]]]:
+    """The same number of micro-batches for every rank, balanced by positions; empty ones fill up."""
     rounds = max(1, math.ceil(len(micros) / num_ranks))
     # Halve the largest micro-batches rather than leave a rank idle in the last round.
-    while len(micros) < rounds * num_ranks and any(len(m) > 1 for m in micros):
-        largest = max((m for m in micros if len(m) > 1), key=lambda m: sum(len(s) for s in m))
+    while len(micros) < rounds * num_ranks and any(_divisible(m) for m in micros):
+        largest = max((m for m in micros if _divisible(m)), key=_positions)
         micros.remove(largest)
-        micros += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
-    micros = sorted(micros, key=lambda m: -sum(len(s) for s in m))
+        micros += _halves(largest)
+    micros = sorted(micros, key=lambda m: -_positions(m))
     micros += [[] for _ in range(rounds * num_ranks - len(micros))]
-    per_rank: list[list[list[Sample]]] = [[] for _ in range(num_ranks)]
+    per_rank: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     for micro in micros:
         rank = min((r for r in range(num_ranks) if len(per_rank[r]) < rounds), key=lambda r: load[r])
         per_rank[rank].append(micro)
-        load[rank] += sum(len(s) for s in micro)
+        load[rank] += _positions(micro)
     return per_rank
 
 
-def _padding(micro: Sequence[Sample], packed: bool) -> int:
+def _divisible(micro: Sequence[Row]) -> bool:
+    return sum(len(row) for row in micro) > 1
+
+
+def _halves(micro: list[Row]) -> list[list[Row]]:
+    """Between two rows, or a single row between two of its samples: that prompt is then computed twice."""
+    if len(micro) > 1:
+        return [micro[: len(micro) // 2], micro[len(micro) // 2 :]]
+    (row,) = micro
+    return [[row[: len(row) // 2]], [row[len(row) // 2 :]]]
+
+
+def _padding(micro: Sequence[Row], packed: bool) -> int:
     if packed or not micro:
         return 0
-    return len(micro) * max(len(s) for s in micro) - sum(len(s) for s in micro)
+    return len(micro) * max(row_length(row) for row in micro) - _positions(micro)

@@ -32,7 +32,7 @@ from s2rl.trainer.queue import SampleQueue
 from s2rl.trainer.rollouts import Grader, TrainingRollouts
 from s2rl.trainer.syncing import SyncOutcome, WeightSync
 from s2rl.trainer.waiting import Progress
-from s2rl.types import Encoded, Prompt, RolloutGroup, Sample, SamplingSpec, StepResult
+from s2rl.types import Encoded, Prompt, RolloutGroup, RowLayout, Sample, SamplingSpec, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class TrainingLoop:
         log: StepLog,
         progress: Progress,
         state: LoopState,
-        packed: bool,
+        layout: RowLayout,
     ) -> None:
         self._config, self._queue, self._pool, self._learner = config, queue, pool, learner
         self._sync, self._grader, self._eval_prompts = sync, grader, eval_prompts
         self._checkpointer, self._log, self._progress = checkpointer, log, progress
         self.state = state
-        self._packed = packed
+        self._layout = layout
         self._tuner = DepthTuner(groups_per_step=queue.groups_per_step, max_depth=queue.max_depth, depth=queue.depth)
         self._rollouts: TrainingRollouts | None = None
         self._evaluation = EvaluationSlot()
@@ -252,7 +252,7 @@ class TrainingLoop:
             version=version,
             num_ranks=self._learner.world_size,
             max_tokens=config.learner.max_tokens_per_micro_batch,
-            packed=self._packed,
+            layout=self._layout,
             skip_zero_advantage=config.algorithm.kl.coefficient == 0.0,
         )
         return samples, plan

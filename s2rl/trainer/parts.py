@@ -18,6 +18,7 @@ from s2rl.types import (
     PublishReport,
     RankBatch,
     RolloutReport,
+    RowLayout,
     StepResult,
     SyncGroupSpec,
     TensorSpec,
@@ -71,6 +72,10 @@ class LearnerHandle(Protocol):
 
     async def start(self) -> TokenizerFacts:
         """Build the sharded policy; version 0."""
+        ...
+
+    async def layout(self) -> RowLayout:
+        """How samples are to be laid out for `train`."""
         ...
 
     async def manifest(self) -> list[TensorSpec]:

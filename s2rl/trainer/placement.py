@@ -18,6 +18,7 @@ from s2rl.types import (
     PublishReport,
     RankBatch,
     RolloutReport,
+    RowLayout,
     StepResult,
     SyncGroupSpec,
     TensorSpec,
@@ -135,6 +136,11 @@ class LearnerActors:
         """See `LearnerHandle`."""
         facts: TokenizerFacts = (await self._all("start", limit_s=self._limits.start_s))[0]
         return facts
+
+    async def layout(self) -> RowLayout:
+        """See `LearnerHandle`."""
+        layout: RowLayout = (await self._all("layout", limit_s=_ANSWER_S))[0]
+        return layout
 
     async def manifest(self) -> list[TensorSpec]:
         """See `LearnerHandle`."""

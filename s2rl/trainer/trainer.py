@@ -279,7 +279,7 @@ class _Run:
             log=self._log,
             progress=self._progress,
             state=state,
-            packed=is_packed(config),
+            layout=await self._or_stop(stop, learner.layout()),
         )
         loop.attach(
             TrainingRollouts(
@@ -470,13 +470,6 @@ def probe_sequence(prompts: Sequence[Encoded], num_tokens: int) -> list[int]:
         for prompt in prompts:
             tokens += prompt.token_ids
     return tokens[:num_tokens]
-
-
-def is_packed(config: RunConfig) -> bool:
-    """Whether the learner packs sequences."""
-    if config.learner.packing == "auto":
-        return config.model.attention == "flash_attention_2"
-    return config.learner.packing == "on"
 
 
 def _fp32(config: RunConfig) -> bool:

@@ -98,7 +98,7 @@ def rank_batch(micros: list[list[Sample]], *, everyone: list[Sample] | None = No
     samples = everyone if everyone is not None else [s for micro in micros for s in micro]
     return RankBatch(
         version=version,
-        micro_batches=tuple(MicroBatch(samples=tuple(micro)) for micro in micros),
+        micro_batches=tuple(MicroBatch(rows=tuple((sample,) for sample in micro)) for micro in micros),
         num_loss_tokens=sum(len(s.logprobs) for s in samples),
         num_samples=len(samples),
         num_padding_tokens=0,

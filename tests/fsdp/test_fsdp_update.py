@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +14,8 @@ import torch
 from fsdp_models import make_samples, rank_batch, weights
 from transformers import AutoModelForCausalLM
 
-from s2rl.errors import RunError
-from s2rl.types import Sample
+from s2rl.errors import ModelError, RunError
+from s2rl.types import MicroBatch, RankBatch, Sample
 
 
 class Recorder:
@@ -28,11 +31,13 @@ class Recorder:
         return self._optimizer.step(step)
 
 
-def gradients(learner, micros: list[list[Sample]], **batch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradients(
+    learner, micros: list[list[Sample]] | RankBatch, **batch
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     update = learner._started().update
     recorder = Recorder(update._optimizer)
     update._optimizer = recorder
-    result = learner.train(rank_batch(micros, **batch))
+    result = learner.train(micros if isinstance(micros, RankBatch) else rank_batch(micros, **batch))
     update._optimizer = recorder._optimizer
     return recorder.gradients, dict(result.metrics)
 
@@ -112,10 +117,56 @@ def test_packed_sequences_give_the_same_gradient_as_rows(start, qwen3, attention
     samples = make_samples(6)
     rows, row_metrics = gradients(start(qwen3, packing="off"), [samples])
     learner = start(qwen3, packing="on", attention=attention)
-    assert learner._started().policy.packed
+    assert learner.layout().packed
     packed, packed_metrics = gradients(learner, [samples])
     assert_same(packed, rows)
     assert packed_metrics["policy/entropy"] == pytest.approx(row_metrics["policy/entropy"], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_completions_that_share_their_prompt_give_the_same_gradient_as_rows_of_their_own(
+    start, request: pytest.FixtureRequest, family: str
+):
+    folder = request.getfixturevalue(family)
+    samples = make_samples(7)
+    prompts = [samples[0].token_ids[:5], samples[1].token_ids[:2]]
+    groups = [
+        tuple(
+            replace(s, prompt_len=len(prompt), token_ids=np.concatenate([prompt, s.token_ids[s.prompt_len :]]))
+            for s in part
+        )
+        for prompt, part in zip(prompts, (samples[:4], samples[4:]), strict=True)
+    ]
+    flat = [s for group in groups for s in group]
+    separate, separate_metrics = gradients(start(folder, prompt_sharing="off"), [flat])
+    learner = start(folder, prompt_sharing="on", activation_checkpointing=True)
+    assert learner.layout().shares_prompts
+    batch = replace(rank_batch([flat]), micro_batches=(MicroBatch(rows=tuple(groups)),))
+    shared, shared_metrics = gradients(learner, batch)
+    assert_same(shared, separate)
+    for key in ("policy/entropy", "policy/logprob_diff_mean", "policy/logprob_diff_max", "loss/total"):
+        assert shared_metrics[key] == pytest.approx(separate_metrics[key], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"packing": "on"}, "learner.packing is in use"), ({"attention": "eager"}, "attention 'eager'")],
+)
+def test_prompt_sharing_is_refused_where_no_mask_of_ours_is_taken(start, qwen3, settings, reason: str):
+    with pytest.raises(ModelError, match=f"learner.prompt_sharing.*{reason}"):
+        start(qwen3, prompt_sharing="on", **settings)
+    assert not start(qwen3, **settings).layout().shares_prompts
+
+
+def test_prompts_are_not_shared_in_a_model_with_a_sliding_window(start, qwen3, tmp_path: Path):
+    folder = shutil.copytree(qwen3, tmp_path / "windowed")
+    config = json.loads((folder / "config.json").read_text())
+    kinds = ["sliding_attention"] * config["num_hidden_layers"]
+    config |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": kinds}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not start(folder).layout().shares_prompts
+    with pytest.raises(ModelError, match="layers other than full attention"):
+        start(folder, prompt_sharing="on")
 
 
 def test_activation_checkpointing_and_chunks_do_not_change_the_gradient(start, qwen3):
@@ -168,7 +219,6 @@ def test_metrics_of_the_first_update_compare_learner_and_rollout(start, qwen3):
     # k3 of KL(rollout || learner) with rollout 0.5 above the learner.
     assert metrics["policy/kl_rollout"] == pytest.approx(stale * (math.exp(-0.5) - 1 + 0.5), abs=1e-5)
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0)
-    assert metrics["batch/tokens"] == sum(len(s) for s in samples)
 
 
 def test_the_fresh_difference_is_absent_without_fresh_tokens(start, qwen3):

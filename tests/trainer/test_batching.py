@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s2rl.trainer.batching import MAX_ROW_PADDING, BatchPlan, plan_batch, samples_of
+from s2rl.trainer.batching import MAX_ROW_PADDING, BatchPlan, plan_batch, row_length, samples_of
 from s2rl.trainer.depth import DepthTuner
-from s2rl.types import Completion, Encoded, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Score
+from s2rl.types import Completion, Encoded, FinishReason, Prompt, Rollout, RolloutGroup, RowLayout, Sample, Score
 
 
 def sample(number: int, *, prompt_len: int, length: int, advantage: float = 1.0) -> Sample:
@@ -24,7 +24,7 @@ def sample(number: int, *, prompt_len: int, length: int, advantage: float = 1.0)
 
 
 def plan(samples: list[Sample], **kw) -> BatchPlan:
-    settings_ = {"version": 3, "num_ranks": 2, "max_tokens": 400, "packed": False, "skip_zero_advantage": True}
+    settings_ = {"version": 3, "num_ranks": 2, "max_tokens": 400, "layout": RowLayout(), "skip_zero_advantage": True}
     return plan_batch(samples, **{**settings_, **kw})
 
 
@@ -42,7 +42,9 @@ batches = st.lists(
     skip=st.booleans(),
 )
 def test_every_sample_is_computed_once_within_the_budget_and_ranks_agree(samples, num_ranks, max_tokens, packed, skip):
-    result = plan(samples, num_ranks=num_ranks, max_tokens=max_tokens, packed=packed, skip_zero_advantage=skip)
+    result = plan(
+        samples, num_ranks=num_ranks, max_tokens=max_tokens, layout=RowLayout(packed=packed), skip_zero_advantage=skip
+    )
     assert len(result.rank_batches) == num_ranks
     assert len({len(rank.micro_batches) for rank in result.rank_batches}) == 1
     micros = [m.samples for rank in result.rank_batches for m in rank.micro_batches]
@@ -74,9 +76,50 @@ def test_every_sample_is_computed_once_within_the_budget_and_ranks_agree(samples
 @settings(max_examples=100, deadline=None)
 @given(samples=batches, num_ranks=st.integers(1, 4), packed=st.booleans())
 def test_no_rank_is_idle_while_there_are_samples_for_all(samples, num_ranks, packed):
-    result = plan(samples, num_ranks=num_ranks, packed=packed, skip_zero_advantage=False)
+    result = plan(samples, num_ranks=num_ranks, layout=RowLayout(packed=packed), skip_zero_advantage=False)
     if len(samples) >= num_ranks:
         assert all(any(m.samples for m in rank.micro_batches) for rank in result.rank_batches)
+
+
+groups = st.lists(
+    st.tuples(st.integers(1, 120), st.lists(st.integers(1, 250), min_size=1, max_size=8)), min_size=1, max_size=12
+).map(lambda gs: [sample(i, prompt_len=p, length=n) for i, (p, lengths) in enumerate(gs) for n in lengths])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    samples=groups,
+    num_ranks=st.integers(1, 5),
+    max_tokens=st.integers(400, 3000),
+    break_even=st.integers(1, 5000),
+)
+def test_shared_rows_hold_every_sample_once_within_the_budget_and_never_cost_more(
+    samples, num_ranks, max_tokens, break_even
+):
+    def cost(rows):
+        return sum(row_length(r) * (1 + row_length(r) / break_even) for r in rows)
+
+    layout = RowLayout(shares_prompts=True, attention_break_even=break_even)
+    result = plan(samples, num_ranks=num_ranks, max_tokens=max_tokens, layout=layout)
+    micros = [m for rank in result.rank_batches for m in rank.micro_batches]
+    assert sorted(id(s) for m in micros for s in m.samples) == sorted(map(id, samples))
+    rows = [row for m in micros for row in m.rows]
+    assert all(len({s.group_id for s in row}) == 1 for row in rows)
+    assert all(max(map(row_length, m.rows), default=0) * len(m.rows) <= max_tokens for m in micros)
+    assert result.num_tokens == sum(map(row_length, rows)) <= sum(map(len, samples))
+    assert cost(rows) <= cost([(s,) for s in samples]) * (1 + 1e-9)
+    assert len(samples) < num_ranks or all(any(m.rows for m in rank.micro_batches) for rank in result.rank_batches)
+
+
+def test_short_completions_of_a_prompt_share_one_row_and_long_ones_do_not():
+    layout = RowLayout(shares_prompts=True, attention_break_even=3000)
+    short = [sample(0, prompt_len=70, length=28) for _ in range(8)]
+    result = plan(short, num_ranks=1, layout=layout)
+    assert result.num_tokens == 70 + 8 * 28
+    # Attention over 8,000 positions would cost more than 8 prompts of 70.
+    long = [sample(0, prompt_len=70, length=1000) for _ in range(8)]
+    result = plan(long, num_ranks=1, max_tokens=10_000, layout=layout)
+    assert result.num_tokens == 8 * 1070
 
 
 def test_ranks_get_like_amounts_of_work():
