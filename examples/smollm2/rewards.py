@@ -13,8 +13,9 @@ def running_sum(item: RewardInput, *, step_credit: float = 0.5) -> Score:
     """1 when the last number is the answer; else `step_credit` times the share of things done right on the way.
 
     Each step has two of them: it takes up the total before and the next term of the problem, and if so, its own result
-    holds (an easier calculation that the problem does not ask for earns nothing). The untrained model is almost never right after two steps, but often does one of these things: without credit for
-    them, most groups would have no reward at all and so nothing to learn from.
+    holds (an easier calculation that the problem does not ask for earns nothing). The untrained model is almost never
+    right after two steps, but often does one of these things: without credit for them, most groups would have no reward
+    at all and so nothing to learn from.
     """
     first, *rest = str(item.extra["expression"]).split()
     terms = list(zip(rest[::2], rest[1::2], strict=True))
