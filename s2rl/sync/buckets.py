@@ -1,6 +1,6 @@
 """How the tensors of a manifest are laid out in fixed-size buckets. Pure Python: the same plan on every side.
 
-Small tensors share a bucket, each whole and aligned, so that the receiver can hand out views. A tensor from 1 MiB on
+Small tensors share a bucket, each whole and aligned, so that the receiver can hand out views. A tensor from 8 MiB on
 (or above the bucket size) has buckets of its own, in pieces if it is larger than one, so that neither side copies it
 into or out of a buffer: the sender transfers slices of the tensor itself, the receiver fills slices of the final one.
 """
@@ -19,8 +19,9 @@ from s2rl.types import TensorSpec
 ALIGNMENT = 64
 """Bytes. Every whole tensor starts at a multiple of this in its bucket: one cache line, enough for any dtype view."""
 
-DIRECT_BYTES = 1 << 20
-"""Tensors of at least this many bytes have buckets of their own. Below, a transfer's fixed cost exceeds a copy's."""
+DIRECT_BYTES = 8 << 20
+"""Tensors of at least this many bytes have buckets of their own. Below, a transfer's fixed cost exceeds that of a
+copy, whose source the fingerprint has just brought into the cache."""
 
 DTYPE_BYTES = {
     "float64": 8,

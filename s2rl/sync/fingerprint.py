@@ -4,7 +4,8 @@ The bytes, read as little-endian 64-bit words, are cut into tiles of 16,384 word
 and overlaps the one before; a tensor below one tile is padded with zeros). Of each tile the sums of its 128 rows of 128
 words and the 129 column sums of its 127 rows of 129 words are taken, modulo 2^64. Each sum is mixed with two constants
 of its place in a group of 16 tiles; the groups are chained in their order, and in the end the length is mixed in. Sums
-read memory close to its speed, while a multiplication per word would cost several times as much.
+read memory close to its speed, while a multiplication per word would cost several times as much. The mixing, whose cost
+is that of its calls, is done for many tensors at once (`Fingerprinter`).
 
 What is certain before the mixing: a change of one, two or three words of a tile alters at least one of its sums, since
 two words of one row never share a column. So a flipped bit, a replaced element and two elements that changed places
@@ -18,6 +19,7 @@ purpose. It tells accidents apart and is no signature. Shape and dtype do not en
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -25,30 +27,20 @@ _SIDE = 128
 _TILE_WORDS = _SIDE * _SIDE
 _TILE_BYTES = 8 * _TILE_WORDS
 _GROUP_TILES = 16
-_GROUP_BYTES = _GROUP_TILES * _TILE_BYTES  # 2 MiB: near enough to a core's second-level cache for the two sums
+_GROUP_BYTES = _GROUP_TILES * _TILE_BYTES
 _NUM_SUMS = 2 * _SIDE + 1
-_CALL_GROUPS_DEVICE = 64  # 128 MiB: few kernel launches
+_BATCH_TILES = 512
+"""Tiles whose sums (2 KiB each) are kept until they are mixed together."""
+_STEP_TILES = {"cpu": 4}
+"""Tiles per operation: on a CPU half a MiB, which the second read, and a copy, still find in a core's own cache."""
 _MASK = (1 << 64) - 1
 
 
-def fingerprint(tensor: torch.Tensor, *, copy_to: torch.Tensor | None = None) -> int:
-    """The fingerprint of `tensor`'s bytes in row-major order: 0 <= result < 2^64, the same on every device.
-
-    `copy_to` (uint8, flat, as long as the tensor) also receives the bytes, part by part while they are in the cache.
-    """
-    flat = as_bytes(tensor)
-    num_bytes = flat.numel()
-    if flat.data_ptr() % 8:  # an int64 view needs alignment
-        flat = flat.clone()
-    step = _GROUP_BYTES * (1 if flat.device.type == "cpu" else _CALL_GROUPS_DEVICE)
-    total = 0
-    for start in range(0, num_bytes, step):
-        part = flat if num_bytes <= step else flat[start : start + step]
-        for group in _mix_part(part):
-            total = _splitmix(total ^ group)
-        if copy_to is not None:
-            copy_to[start : start + step].copy_(part)
-    return _splitmix(total ^ _splitmix(num_bytes))
+def fingerprint(tensor: torch.Tensor) -> int:
+    """The fingerprint of `tensor`'s bytes in row-major order: 0 <= result < 2^64, the same on every device."""
+    prints = Fingerprinter()
+    prints.add("", tensor)
+    return prints.results()[""]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,53 +48,129 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _mix_part(part: torch.Tensor) -> list[int]:
-    """One 64-bit number for each full group of `part` (flat uint8) and one for the rest."""
-    num_groups, rest = divmod(part.numel(), _GROUP_BYTES)
-    if not num_groups:
-        return [_mix_rest(part)]
-    full = part if not rest else part[: num_groups * _GROUP_BYTES]
-    sums = _sum_tiles(full.view(torch.int64), first_word=0, count=num_groups * _GROUP_TILES)
-    values = _mix(sums.view(num_groups, _GROUP_TILES, _NUM_SUMS))
-    return [*values, _mix_rest(part[num_groups * _GROUP_BYTES :])] if rest else values
+class Fingerprinter:
+    """Fingerprints of many tensors. Each is read while it is added and may change afterwards."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._values: list[int] = []
+        self._sums: _TileSums | None = None
+
+    def add(self, name: str, tensor: torch.Tensor, *, copy_to: torch.Tensor | None = None) -> None:
+        """Read `tensor`. All tensors are on one device.
+
+        `copy_to` (uint8, flat, as long as the tensor) also receives its bytes, while they are in the cache.
+        """
+        flat = as_bytes(tensor)
+        num_bytes = flat.numel()
+        if not num_bytes:
+            self._entries.append(_Entry(name=name, num_bytes=0, num_tiles=0, loose=0))
+            return
+        if flat.data_ptr() % 8:  # an int64 view needs alignment
+            flat = flat.clone()
+        if num_bytes < _TILE_BYTES:
+            num_tiles, loose = 1, 0
+            padded = torch.zeros(_TILE_BYTES, dtype=torch.uint8, device=flat.device)
+            padded[:num_bytes] = flat
+            self._sum(padded.view(torch.int64), first_tile=0, first_word=0, count=1)
+            if copy_to is not None:
+                copy_to.copy_(flat)
+        else:
+            num_tiles, loose = self._sum_all(flat, copy_to)
+        self._entries.append(_Entry(name=name, num_bytes=num_bytes, num_tiles=num_tiles, loose=loose))
+
+    def results(self) -> dict[str, int]:
+        """Fingerprint by name of everything added so far."""
+        if self._sums is not None:
+            self._values += self._sums.mix()
+        values = iter(self._values)
+        return {entry.name: entry.chain([next(values) for _ in range(entry.num_tiles)]) for entry in self._entries}
+
+    def _sum_all(self, flat: torch.Tensor, copy_to: torch.Tensor | None) -> tuple[int, int]:
+        """Sum the tiles of `flat`, which has one at least; return their number and what its loose bytes stand for."""
+        num_words, num_loose = divmod(flat.numel(), 8)
+        words = (flat[: num_words * 8] if num_loose else flat).view(torch.int64)
+        whole, more = divmod(num_words, _TILE_WORDS)
+        step = _STEP_TILES.get(flat.device.type, _BATCH_TILES)
+        for first in range(0, whole, step):
+            count = min(step, whole - first)
+            self._sum(words, first_tile=first, first_word=first * _TILE_WORDS, count=count)
+            if copy_to is not None:
+                part = slice(first * _TILE_BYTES, (first + count) * _TILE_BYTES)
+                copy_to[part] = flat[part]
+        if more:
+            self._sum(words, first_tile=whole, first_word=num_words - _TILE_WORDS, count=1)
+        if copy_to is not None and (more or num_loose):
+            copy_to[whole * _TILE_BYTES :] = flat[whole * _TILE_BYTES :]
+        loose = int.from_bytes(bytes(flat[num_words * 8 :].tolist()), "little") + 1 if num_loose else 0
+        return whole + bool(more), loose
+
+    def _sum(self, words: torch.Tensor, *, first_tile: int, first_word: int, count: int) -> None:
+        if self._sums is None:
+            self._sums = _TileSums(words.device)
+        if self._sums.count + count > _BATCH_TILES:
+            self._values += self._sums.mix()
+        self._sums.add(words, first_tile=first_tile, first_word=first_word, count=count)
 
 
-def _mix_rest(rest: torch.Tensor) -> int:
-    """The number of a group that is not full: fewer bytes than a group has, at least one."""
-    num_bytes = rest.numel()
-    if num_bytes < _TILE_BYTES:
-        padded = torch.zeros(_TILE_BYTES, dtype=torch.uint8, device=rest.device)
-        padded[:num_bytes].copy_(rest)
-        return _mix(_sum_tiles(padded.view(torch.int64), first_word=0, count=1).view(1, 1, _NUM_SUMS))[0]
-    num_words, num_loose = divmod(num_bytes, 8)
-    words = (rest[: num_words * 8] if num_loose else rest).view(torch.int64)
-    whole, more = divmod(num_words, _TILE_WORDS)
-    sums = _sum_tiles(words, first_word=0, count=whole)
-    if more:
-        sums = torch.cat((sums, _sum_tiles(words, first_word=num_words - _TILE_WORDS, count=1)))
-    (value,) = _mix(sums.view(1, -1, _NUM_SUMS))
-    if num_loose:
-        value ^= _splitmix(int.from_bytes(bytes(rest[num_words * 8 :].tolist()), "little") + 1)
-    return value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What was added."""
+
+    name: str
+    num_bytes: int
+    num_tiles: int
+    loose: int
+    """Of the bytes behind the last word: their value plus 1; 0 if there are none."""
+
+    def chain(self, tiles: list[int]) -> int:
+        """The fingerprint, from the mixed sums of the tiles."""
+        groups = [sum(tiles[i : i + _GROUP_TILES]) & _MASK for i in range(0, len(tiles), _GROUP_TILES)]
+        if self.loose:
+            groups[-1] ^= _splitmix(self.loose)
+        total = 0
+        for group in groups:
+            total = _splitmix(total ^ group)
+        return _splitmix(total ^ _splitmix(self.num_bytes))
 
 
-def _sum_tiles(words: torch.Tensor, *, first_word: int, count: int) -> torch.Tensor:
-    """Row and column sums [count, 257] of `count` tiles of `words` (flat int64) from `first_word` on."""
-    offset = words.storage_offset() + first_word
-    rows = words.as_strided((count, _SIDE, _SIDE), (_TILE_WORDS, _SIDE, 1), offset)
-    # 127 rows of 129 words are one word short of a tile; that word is in the other sums.
-    slanted = words.as_strided((count, _SIDE - 1, _SIDE + 1), (_TILE_WORDS, _SIDE + 1, 1), offset)
-    return torch.cat((rows.sum(2), slanted.sum(1)), 1)
+class _TileSums:
+    """The sums of up to `_BATCH_TILES` tiles that are not mixed yet."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._rows = torch.empty(_BATCH_TILES, _SIDE, dtype=torch.int64, device=device)
+        self._columns = torch.empty(_BATCH_TILES, _SIDE + 1, dtype=torch.int64, device=device)
+        self._places: list[int] = []
 
-def _mix(sums: torch.Tensor) -> list[int]:
-    """One number per group of `sums` [groups, tiles, 257], which is overwritten."""
-    inner, outer = _weights(sums.device)
-    num_tiles = sums.shape[1]
-    sums.mul_(inner[:num_tiles])
-    sums.add_(sums >> 47)
-    sums.mul_(outer[:num_tiles])
-    return [value & _MASK for value in sums.sum(dim=(1, 2)).tolist()]
+    @property
+    def count(self) -> int:
+        """Tiles held."""
+        return len(self._places)
+
+    def add(self, words: torch.Tensor, *, first_tile: int, first_word: int, count: int) -> None:
+        """Sum `count` tiles of `words` (flat int64) from `first_word` on; in their tensor the first is `first_tile`."""
+        offset = words.storage_offset() + first_word
+        rows = words.as_strided((count, _SIDE, _SIDE), (_TILE_WORDS, _SIDE, 1), offset)
+        # 127 rows of 129 words are one word short of a tile; that word is in the other sums.
+        slanted = words.as_strided((count, _SIDE - 1, _SIDE + 1), (_TILE_WORDS, _SIDE + 1, 1), offset)
+        used = self.count
+        torch.sum(rows, 2, out=self._rows[used : used + count])
+        torch.sum(slanted, 1, out=self._columns[used : used + count])
+        self._places += [(first_tile + i) % _GROUP_TILES for i in range(count)]
+
+    def mix(self) -> list[int]:
+        """One 64-bit number for each tile held, which are given up."""
+        if not self._places:
+            return []
+        places = torch.tensor(self._places, device=self._rows.device)
+        inner, outer = _weights(self._rows.device)
+        total = torch.zeros(self.count, dtype=torch.int64, device=self._rows.device)
+        for sums, part in ((self._rows, slice(_SIDE)), (self._columns, slice(_SIDE, None))):
+            mixed = sums[: self.count] * inner[places, part]
+            mixed.add_(mixed >> 47)
+            total += mixed.mul_(outer[places, part]).sum(1)
+        self._places = []
+        return total.tolist()
 
 
 @functools.lru_cache(maxsize=16)

@@ -26,8 +26,8 @@ from s2rl.types import SyncGroupSpec
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0001
-_GLOO_CHUNK_BYTES = 2 << 20
-"""A gloo operation moves at most this much: larger ones leave the cache and are slower on a loopback socket."""
+_GLOO_THREADS = 4
+"""As many operations as gloo runs at once: each begins with an exchange of messages, which the others' bytes hide."""
 
 
 def free_port(*, host: str = "") -> int:
@@ -44,14 +44,13 @@ class Transfer:
 
     tensor: torch.Tensor
     label: str
-    _works: list[Any]
+    _work: Any
     _group: SyncGroup
     _started: float
 
     def wait(self) -> None:
         """Return when the tensor is sent or filled; raise SyncError after `spec.timeout_s` or when a peer is gone."""
-        for work in self._works:
-            self._group.finish(work, label=self.label, started=self._started)
+        self._group.finish(self._work, label=self.label, started=self._started)
 
 
 class SyncGroup:
@@ -107,8 +106,7 @@ class SyncGroup:
         options.rootRank = root
         options.rootTensor = 0
         options.timeout = self._timeout
-        chunk = _GLOO_CHUNK_BYTES // tensor.element_size() if self._waits_on_host else max(1, tensor.numel())
-        return self._start(label, tensor, lambda pg: [pg.broadcast([part], options) for part in tensor.split(chunk)])
+        return self._start(label, tensor, lambda pg: pg.broadcast([tensor], options))
 
     def exchange(self, value: int, *, label: str) -> list[int]:
         """Every member's value, by rank. Collective; waits for all members."""
@@ -117,7 +115,7 @@ class SyncGroup:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         options.timeout = self._timeout
-        self._start(label, values, lambda pg: [pg.allreduce([values], options)]).wait()
+        self._start(label, values, lambda pg: pg.allreduce([values], options)).wait()
         return [int(v) for v in values.tolist()]
 
     def close(self) -> None:
@@ -146,15 +144,15 @@ class SyncGroup:
         except RuntimeError as error:
             raise self._failure(label, error, started) from error
 
-    def _start(self, label: str, tensor: torch.Tensor, call: Callable[[Any], list[Any]]) -> Transfer:
+    def _start(self, label: str, tensor: torch.Tensor, call: Callable[[Any], Any]) -> Transfer:
         if self._pg is None:
             raise SyncError(f"{label}: rank {self.rank} has already left the weight-sync group")
         started = time.monotonic()
         try:
-            works = call(self._pg)
+            work = call(self._pg)
         except RuntimeError as error:
             raise self._failure(label, error, started) from error
-        return Transfer(tensor=tensor, label=label, _works=works, _group=self, _started=started)
+        return Transfer(tensor=tensor, label=label, _work=work, _group=self, _started=started)
 
     def _meet(self, where: str) -> None:
         """All members are connected when this returns."""
@@ -180,7 +178,7 @@ def _build_gloo(spec: SyncGroupSpec, store: Any, timeout: timedelta) -> Any:
         # Gloo's own choice is the address that the host name resolves to, which may be another network, or none.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(spec.host, spec.port))]
     options._timeout = timeout
-    options._threads = 2
+    options._threads = _GLOO_THREADS
     return dist.ProcessGroupGloo(store, spec.rank, spec.world_size, options)
 
 

@@ -20,14 +20,14 @@ import torch
 
 from s2rl.errors import SyncError
 from s2rl.sync.buckets import Bucket, BucketPlan, manifest_digest, tensor_bytes
-from s2rl.sync.fingerprint import fingerprint
+from s2rl.sync.fingerprint import Fingerprinter
 from s2rl.sync.group import SyncGroup, Transfer
 from s2rl.sync.header import ACCEPTED, HEADER_WORDS, check_header
 from s2rl.sync.memory import MemoryPool
 from s2rl.types import TensorSpec
 
-_AHEAD_BUCKETS = 2
-_IDLE_BUCKETS = 4
+_AHEAD_BUCKETS = 4
+_IDLE_BUCKETS = 8
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -43,6 +43,7 @@ class WeightReceiver:
         self._pool = MemoryPool(max_idle_bytes=_IDLE_BUCKETS * self._plan.bucket_bytes + largest)
         self._ahead_bytes = _AHEAD_BUCKETS * self._plan.bucket_bytes
         self._large = _NOTHING
+        self._prints = Fingerprinter()
         self._fingerprints: dict[str, int] = {}
         self._complete = False
 
@@ -60,12 +61,13 @@ class WeightReceiver:
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of `version` in manifest order. Collective with the sender's `send`.
 
-        Up to two buckets' bytes are received while the caller works on a tensor. Raises SyncError when the sender
+        Up to four buckets' bytes are received while the caller works on a tensor. Raises SyncError when the sender
         announces another version or other tensors, when it is gone or silent for longer than the group's limit. The
         caller must take all tensors: stopping early leaves the group unusable.
         """
         self._complete = False
         self._fingerprints = {}
+        self._prints = Fingerprinter()
         self._open(version)
         posted: deque[_Arriving] = deque()
         for number, bucket in enumerate(self._plan.buckets):
@@ -74,6 +76,7 @@ class WeightReceiver:
             posted.append(self._post(number, version=version))
         while posted:
             yield from self._take(posted.popleft())
+        self._fingerprints = self._prints.results()
         self._complete = True
 
     def _open(self, version: int) -> None:
@@ -111,7 +114,7 @@ class WeightReceiver:
         if arriving.transfer is not None:
             arriving.transfer.wait()
         for name, tensor in self._tensors(arriving):
-            self._fingerprints[name] = fingerprint(tensor)
+            self._prints.add(name, tensor)
             yield name, tensor
 
     def _tensors(self, arriving: _Arriving) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 consumes   named tensors in manifest order, one at a time
 produces   broadcasts over the group; a PublishReport
-waits for  every receiver at the start (header and answer), older transfers while two buckets' bytes are in flight
+waits for  every receiver at the start (header and answer), older transfers while four buckets' bytes are in flight
 woken by   the receivers' own broadcasts; all waits end within the group's limit
 """
 
@@ -17,20 +17,20 @@ import torch
 
 from s2rl.errors import SyncError
 from s2rl.sync.buckets import Bucket, BucketPlan, manifest_digest
-from s2rl.sync.fingerprint import as_bytes, fingerprint
+from s2rl.sync.fingerprint import Fingerprinter, as_bytes
 from s2rl.sync.group import SyncGroup, Transfer
 from s2rl.sync.header import ACCEPTED, REASONS, make_header
 from s2rl.types import PublishReport, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-_NUM_BUFFERS = 2
+_NUM_BUFFERS = 4
 
 
 class WeightSender:
-    """Streams publications to the members of a group. Holds two buffers of one bucket each, no copy of the model.
+    """Streams publications to the members of a group. Holds four buffers of one bucket each, no copy of the model.
 
-    What is in flight at once, buffers and large tensors together, is at most two buckets' bytes.
+    What is in flight at once, buffers and large tensors together, is at most four buckets' bytes.
     """
 
     def __init__(self, group: SyncGroup, manifest: Sequence[TensorSpec]) -> None:
@@ -40,9 +40,9 @@ class WeightSender:
         self._digest = manifest_digest(manifest, bucket_bytes=group.spec.bucket_bytes)
         self._large = torch.empty(0, dtype=torch.uint8)
         largest = max((b.num_bytes for b in self._plan.buckets if not b.is_slice), default=0)
-        self._buffers = [
+        self._buffers = deque(
             torch.empty(largest, dtype=torch.uint8, device=group.device) for _ in range(_NUM_BUFFERS if largest else 0)
-        ]
+        )
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> PublishReport:
         """Publish `tensors` as `version`; returns when every byte is handed over.
@@ -61,12 +61,13 @@ class WeightSender:
             if bucket.num_bytes:
                 label = f"sending bucket {number + 1} of {count} of version {version}"
                 flight.add(bucket, self._group.broadcast(data, label=label))
+            stream.read_last()
         stream.check_end()
         flight.land()
         seconds = time.perf_counter() - start
         logger.debug("published version %d: %d bytes in %.3f s", version, self._plan.num_bytes, seconds)
         return PublishReport(
-            version=version, num_bytes=self._plan.num_bytes, seconds=seconds, fingerprints=stream.fingerprints
+            version=version, num_bytes=self._plan.num_bytes, seconds=seconds, fingerprints=stream.fingerprints()
         )
 
     def _open(self, version: int) -> None:
@@ -89,7 +90,7 @@ class WeightSender:
                 self._large = data[:0].clone()  # the transfer keeps the memory that it still needs
             return data
         buffer = self._buffers[0]
-        self._buffers.reverse()
+        self._buffers.rotate(-1)
         for piece in bucket.pieces:
             stream.take(piece.tensor, copy_to=buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
         return buffer[: bucket.num_bytes]
@@ -104,7 +105,7 @@ class _Flight:
         self._transfers: deque[tuple[Bucket, Transfer]] = deque()
 
     def make_room(self, bucket: Bucket) -> None:
-        """Wait until `bucket` may start: its bytes fit, and if it needs a buffer, the older of the two is free."""
+        """Wait until `bucket` may start: its bytes fit, and if it needs a buffer, the oldest is free."""
         while self._transfers and (self._num_bytes + bucket.num_bytes > self._max_bytes or self._needs_buffer(bucket)):
             self._transfers.popleft()[1].wait()
 
@@ -141,7 +142,8 @@ class _Stream:
         self._manifest = manifest
         self._device = device
         self._where = f"publishing version {version}"
-        self.fingerprints: dict[str, int] = {}
+        self._prints = Fingerprinter()
+        self._unread: tuple[str, torch.Tensor] | None = None
 
     def take(self, index: int, *, copy_to: torch.Tensor | None = None) -> torch.Tensor:
         """The next tensor, which must be number `index` of the manifest."""
@@ -159,8 +161,21 @@ class _Stream:
         if tensor.device.type != self._device.type:
             tensor = tensor.to(self._device)
         tensor = tensor.contiguous()
-        self.fingerprints[name] = fingerprint(tensor, copy_to=copy_to)
+        if copy_to is None:
+            self._unread = (name, tensor)
+        else:
+            self._prints.add(name, tensor, copy_to=copy_to)
         return tensor
+
+    def read_last(self) -> None:
+        """Fingerprint a tensor that travels in place, once it is on its way: nobody has to wait for that."""
+        if self._unread is not None:
+            self._prints.add(*self._unread)
+            self._unread = None
+
+    def fingerprints(self) -> dict[str, int]:
+        """By name, of all tensors taken."""
+        return self._prints.results()
 
     def check_end(self) -> None:
         """Raise SyncError when there are more tensors than the manifest has."""

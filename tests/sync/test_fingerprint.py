@@ -133,20 +133,30 @@ def test_the_same_bytes_have_the_same_fingerprint_at_every_alignment_and_stride(
 def test_copy_to_receives_the_bytes_and_leaves_the_fingerprint_alone() -> None:
     for size in SIZES:
         data, target = random_bytes(size), torch.zeros(size, dtype=torch.uint8)
-        assert fingerprint(data, copy_to=target) == fingerprint(data)
+        prints = implementation.Fingerprinter()
+        prints.add("w", data, copy_to=target)
+        assert prints.results() == {"w": fingerprint(data)}
         assert torch.equal(target, data)
 
 
-def test_larger_calls_on_accelerators_give_the_same_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [1, 3, 16, 512])
+def test_calls_of_every_size_give_the_same_fingerprint(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    # Accelerators take as many tiles as there are in one call.
     data = random_bytes(5 * GROUP + 3 * TILE + 11)
     expected = fingerprint(data)
-    # What a device would do: several groups in one call.
-    values = implementation._mix_part(data)
-    total = 0
-    for value in values:
-        total = implementation._splitmix(total ^ value)
-    assert len(values) == 6
-    assert implementation._splitmix(total ^ implementation._splitmix(len(data))) == expected
+    monkeypatch.setattr(implementation, "_STEP_TILES", {"cpu": step})
+    assert fingerprint(data) == expected
+
+
+def test_many_tensors_at_once_have_the_fingerprints_that_each_has_alone() -> None:
+    # More tiles than are mixed together, with the border in the middle of a tensor, and results asked for twice.
+    tensors = {f"{i}": random_bytes(size, i) for i, size in enumerate([*SIZES, 70 * GROUP + 5, 0, 3 * TILE, *SIZES])}
+    prints = implementation.Fingerprinter()
+    for name, tensor in tensors.items():
+        prints.add(name, tensor)
+        if name == "3":
+            assert prints.results() == {n: fingerprint(tensors[n]) for n in "0123"}
+    assert prints.results() == {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
 def test_fingerprints_stay_the_same_over_releases() -> None:

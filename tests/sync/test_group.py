@@ -93,7 +93,7 @@ def test_a_killed_receiver_is_reported_at_once_and_a_new_group_serves_its_replac
 
     started = time.monotonic()
     with pytest.raises(
-        SyncError, match=r"sending bucket \d+ of 20 of version 3 failed on rank 0 of 2.*a member is gone"
+        SyncError, match=r"sending bucket \d+ of 10 of version 3 failed on rank 0 of 2.*a member is gone"
     ):
         WeightSender(group, MANIFEST).send(stream(), 3)
     assert time.monotonic() - started < 20, "the death was found by the time limit only"
