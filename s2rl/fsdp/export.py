@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +24,7 @@ def export_manifest(policy: ShardedPolicy, *, rollout_dtype: Dtype) -> list[Tens
         TensorSpec(
             name=name, shape=tensor.shape, dtype="float32" if rollout_dtype == "float32" else _storable(tensor.dtype)
         )
-        for name, tensor in policy.disk.items()
+        for name, tensor in sorted(policy.disk.items())
     ]
 
 
@@ -40,10 +41,25 @@ def export_tensors(
     Shards are cast before they are gathered, so that half the bytes travel and no full float32 tensor exists. On one
     rank a tensor may share memory with the policy: it is valid until the next step.
     """
+    owners = {part.name: (name, part) for name, parts in policy.stored.items() for part in parts}
+    gathered: dict[tuple[str, str], Tensor] = {}
+    waiting = Counter((owners[spec.name][0], spec.dtype) for spec in manifest)
     for spec in manifest:
-        shard = policy.parameters[spec.name].detach()
-        assert isinstance(shard, DTensor)
-        # Shards that are kept in host memory go to the device first: its collectives do not take host tensors.
-        cast = shard.to(device=device, dtype=getattr(torch, spec.dtype))
-        assert isinstance(cast, DTensor)
-        yield spec.name, policy.adapter.to_disk(spec.name, cast.full_tensor())
+        name, part = owners[spec.name]
+        key = (name, spec.dtype)
+        if key not in gathered:
+            gathered[key] = _gather(policy.parameters[name], dtype=spec.dtype, device=device)
+        waiting[key] -= 1
+        # A parameter whose parts are many tensors (experts) is kept until the last of them; in the order of names,
+        # those of a layer follow each other.
+        full = gathered[key] if waiting[key] else gathered.pop(key)
+        yield spec.name, part.of(full)
+
+
+def _gather(parameter: Tensor, *, dtype: str, device: torch.device) -> Tensor:
+    shard = parameter.detach()
+    assert isinstance(shard, DTensor)
+    # Shards that are kept in host memory go to the device first: its collectives do not take host tensors.
+    cast = shard.to(device=device, dtype=getattr(torch, dtype))
+    assert isinstance(cast, DTensor)
+    return cast.full_tensor()

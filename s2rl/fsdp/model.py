@@ -6,8 +6,9 @@ range, one tensor at a time, and is cast on the way.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,7 @@ from s2rl.config.model_folder import architectures_of
 from s2rl.config.schema import Device, LearnerConfig, ModelConfig
 from s2rl.errors import ModelError
 from s2rl.fsdp.policy import Policy
-from s2rl.models import DiskTensor, ModelAdapter, adapter_for, read_layout
+from s2rl.models import DiskTensor, ModelAdapter, StoredPart, adapter_for, read_layout
 from s2rl.types import RowLayout
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,12 @@ class ShardedPolicy:
     module: Policy
     adapter: ModelAdapter
     parameters: Mapping[str, nn.Parameter]
-    """Sharded parameters (DTensors) by their name on disk, in sorted order; tied ones once. The objects stay the same
-    for the life of the policy; while FSDP has parameters gathered, the module's own attributes are others."""
+    """Sharded parameters (DTensors) by their name in the model, in sorted order; tied ones once. The objects stay the
+    same for the life of the policy; while FSDP has parameters gathered, the module's own attributes are others."""
+    stored: Mapping[str, tuple[StoredPart, ...]]
+    """The tensors of the model folder that hold each parameter."""
     disk: Mapping[str, DiskTensor]
-    """What the model folder holds under the same names."""
+    """What the model folder holds under the names of `stored`."""
     vocab_size: int
     layout: RowLayout
     keep_gathered: bool
@@ -119,7 +122,7 @@ def build_policy(
     Raises ModelError for a folder, architecture, class name or tensor that does not fit.
     """
     built = _build(model, learner, device=device.type, trainable=trainable)
-    causal_lm, adapter, disk, names = built.causal_lm, built.adapter, built.disk, built.names
+    causal_lm, adapter, disk, stored = built.causal_lm, built.adapter, built.disk, built.stored
     policy = Policy(causal_lm, chunk_tokens=learner.logprob_chunk_tokens)
     # Checkpointing is bound to training mode; nothing else is, since every dropout is set to 0.
     policy.train(learner.activation_checkpointing and trainable)
@@ -128,14 +131,15 @@ def build_policy(
     keep_gathered = trainable and _keeps_gathered(learner, world_size=mesh.size())
     compute = getattr(torch, learner.dtype)
     _shard(policy, built.wrap_classes, learner, compute=compute, mesh=mesh, reshard=not keep_gathered)
-    parameters = _materialise(causal_lm, names, device=torch.device("cpu") if learner.cpu_offload else device)
-    _load(parameters, adapter, disk)
+    parameters = _materialise(causal_lm, stored.keys(), device=torch.device("cpu") if learner.cpu_offload else device)
+    _load(parameters, stored, disk)
     _fill_buffers(causal_lm, adapter, device=device)
     return ShardedPolicy(
         module=policy,
         adapter=adapter,
         parameters=parameters,
-        disk={name: disk[name] for name in parameters},
+        stored=stored,
+        disk={part.name: disk[part.name] for parts in stored.values() for part in parts},
         vocab_size=causal_lm.get_input_embeddings().weight.shape[0],
         layout=built.layout,
         keep_gathered=keep_gathered,
@@ -158,8 +162,8 @@ class _Built:
     causal_lm: Any
     adapter: ModelAdapter
     disk: Mapping[str, DiskTensor]
-    names: Mapping[str, str]
-    """Name on disk by parameter name."""
+    stored: Mapping[str, tuple[StoredPart, ...]]
+    """Tensors on disk by parameter name; without parameters that are not stored."""
     wrap_classes: tuple[str, ...]
     layout: RowLayout
 
@@ -179,8 +183,8 @@ def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable
     if learner.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     disk = read_layout(model.path)
-    names = _disk_names(causal_lm, adapter, tied=bool(config.tie_word_embeddings))
-    _check_layout(causal_lm, names, disk, folder=model.path)
+    stored = _stored(causal_lm, adapter, tied=bool(config.tie_word_embeddings), disk=disk)
+    _check_layout(causal_lm, stored, disk, folder=model.path)
     wrap = learner.wrap_classes or adapter.wrap_classes
     known = {type(module).__name__ for module in causal_lm.modules()}
     for name in wrap:
@@ -192,7 +196,7 @@ def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable
         causal_lm=causal_lm,
         adapter=adapter,
         disk=disk,
-        names=names,
+        stored=stored,
         wrap_classes=tuple(wrap),
         layout=RowLayout(
             packed=packed, shares_prompts=shares, attention_break_even=attention_break_even(causal_lm, config)
@@ -230,27 +234,35 @@ def _build_on_meta(model_class: Any, config: Any, *, attention: str, dtype: torc
     return model
 
 
-def _disk_names(model: nn.Module, adapter: ModelAdapter, *, tied: bool) -> dict[str, str]:
-    """Name on disk by parameter name, in the model's order."""
-    named = ((name, adapter.disk_name(name, tied=tied)) for name, _ in model.named_parameters(remove_duplicate=False))
-    return {name: disk_name for name, disk_name in named if disk_name is not None}
+def _stored(
+    model: nn.Module, adapter: ModelAdapter, *, tied: bool, disk: Collection[str]
+) -> dict[str, tuple[StoredPart, ...]]:
+    """Tensors on disk by parameter name, in the model's order, without parameters that are not stored."""
+    named = (
+        (name, adapter.stored(name, parameter.shape, tied=tied, disk=disk))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    return {name: parts for name, parts in named if parts}
 
 
-def _check_layout(model: nn.Module, names: Mapping[str, str], disk: Mapping[str, DiskTensor], *, folder: Path) -> None:
+def _check_layout(
+    model: nn.Module, stored: Mapping[str, tuple[StoredPart, ...]], disk: Mapping[str, DiskTensor], *, folder: Path
+) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    absent = sorted(set(names.values()) - disk.keys())
+    expected = {part.name: part.of(parameters[name]).shape for name, parts in stored.items() for part in parts}
+    absent = sorted(expected.keys() - disk.keys())
     if absent:
         raise ModelError(
             f"model.path: {folder} lacks {len(absent)} of the model's tensors, the first is {absent[0]}; the weights "
             "belong to another model or are incomplete."
         )
-    for name, disk_name in names.items():
-        if tuple(parameters[name].shape) != disk[disk_name].shape:
+    for name, shape in expected.items():
+        if tuple(shape) != disk[name].shape:
             raise ModelError(
-                f"model.path: {disk_name} has shape {list(disk[disk_name].shape)} in {folder}, but config.json asks "
-                f"for {list(parameters[name].shape)}."
+                f"model.path: {name} has shape {list(disk[name].shape)} in {folder}, but config.json asks "
+                f"for {list(shape)}."
             )
-    unused = sorted(disk.keys() - set(names.values()))
+    unused = sorted(disk.keys() - expected.keys())
     if unused:
         logger.warning("%s holds %d tensors that are not trained, the first is %s", folder, len(unused), unused[0])
 
@@ -282,8 +294,8 @@ def _shard(
     fully_shard(policy, reshard_after_forward=False, **settings)
 
 
-def _materialise(model: nn.Module, names: Mapping[str, str], *, device: torch.device) -> dict[str, nn.Parameter]:
-    """Give every sharded parameter memory for its local rows; by disk name, sorted.
+def _materialise(model: nn.Module, names: Collection[str], *, device: torch.device) -> dict[str, nn.Parameter]:
+    """Give every sharded parameter memory for its local rows; those in `names`, sorted.
 
     `Module.to_empty` would do this too, but it unties tied parameters.
     """
@@ -300,33 +312,52 @@ def _materialise(model: nn.Module, names: Mapping[str, str], *, device: torch.de
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, made[id(meta)])
         if name in names:
-            parameters[names[name]] = made[id(meta)]
+            parameters[name] = made[id(meta)]
     if len({id(p) for p in parameters.values()}) != len(made):
         raise ModelError("model.path: two of the model's parameters share a tensor that the adapter does not know.")
     return dict(sorted(parameters.items()))
 
 
-def _load(parameters: Mapping[str, nn.Parameter], adapter: ModelAdapter, disk: Mapping[str, DiskTensor]) -> None:
+def _load(
+    parameters: Mapping[str, nn.Parameter],
+    stored: Mapping[str, tuple[StoredPart, ...]],
+    disk: Mapping[str, DiskTensor],
+) -> None:
     """Read this rank's rows of every parameter."""
     from safetensors import safe_open
 
-    by_file: dict[Path, list[str]] = {}
-    for name in parameters:
-        by_file.setdefault(disk[name].file, []).append(name)
+    by_file: dict[Path, list[tuple[nn.Parameter, StoredPart]]] = {}
+    for name, parameter in parameters.items():
+        for part in stored[name]:
+            by_file.setdefault(disk[part.name].file, []).append((parameter, part))
     with torch.no_grad():
-        for file, names in sorted(by_file.items()):
+        for file, entries in sorted(by_file.items(), key=lambda item: item[0]):
             with safe_open(file, framework="pt", device="cpu") as reader:
-                for name in names:
-                    local = local_shard(parameters[name])
-                    if local.numel():
-                        start = _first_row(parameters[name])
-                        rows = reader.get_slice(name)[start : start + local.shape[0]]
-                        local.copy_(adapter.from_disk(name, rows))
-                        if not bool(torch.isfinite(local).all()):
-                            raise ModelError(
-                                f"model.path: {name} in {file} holds values that are not finite: nothing can be "
-                                "trained from it. Restore the file, or use another checkpoint of the model."
-                            )
+                for parameter, part in entries:
+                    if not _read_part(parameter, part, reader):
+                        raise ModelError(
+                            f"model.path: {part.name} in {file} holds values that are not finite: nothing can be "
+                            "trained from it. Restore the file, or use another checkpoint of the model."
+                        )
+
+
+def _read_part(parameter: nn.Parameter, part: StoredPart, reader: Any) -> bool:
+    """Read what this rank holds of one stored tensor; whether all of it is finite."""
+    local = local_shard(parameter)
+    if not local.numel():
+        return True
+    start = _first_row(parameter)
+    if part.index and isinstance(part.index[0], int):
+        row = part.index[0] - start
+        if not 0 <= row < local.shape[0]:
+            return True
+        target = dataclasses.replace(part, index=(row, *part.index[1:])).of(local)
+        target.copy_(reader.get_tensor(part.name))
+    else:
+        assert not part.index and (local.ndim > 2 or not part.transposed), "dimension 0 is read in rows"
+        target = part.of(local)
+        target.copy_(reader.get_slice(part.name)[start : start + local.shape[0]])
+    return bool(torch.isfinite(target).all())
 
 
 def local_shard(parameter: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ An adapter names classes by name only, so importing one is free; transformers is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,24 @@ from s2rl.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPart:
+    """One tensor on disk and the part of a parameter that it holds."""
+
+    name: str
+    """On disk."""
+    index: tuple[int | slice, ...] = ()
+    """The part, as an index into the parameter; empty for all of it. Dimension 0, over which parameters are sharded, is
+    taken whole or at one place."""
+    transposed: bool = False
+    """Whether the last two dimensions of the part have changed places on disk."""
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of `parameter`, a view, in the orientation that it has on disk."""
+        part = parameter[self.index] if self.index else parameter
+        return part.transpose(-1, -2) if self.transposed else part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +68,13 @@ class ModelAdapter:
                 f"model.path: transformers {transformers.__version__} has no class {architecture}; install a newer one."
             ) from None
 
-    def disk_name(self, name: str, *, tied: bool) -> str | None:
-        """Name on disk of the learner's parameter `name`; `None` when it is not stored.
+    def stored(self, name: str, shape: Sequence[int], *, tied: bool, disk: Collection[str]) -> tuple[StoredPart, ...]:
+        """The tensors that hold parameter `name` of `shape` in a folder with the tensors `disk`.
 
-        A tied output head is the embedding and is stored once, as the embedding.
+        Together they hold each element once. Empty for a parameter that is not stored: a tied output head is the
+        embedding and is stored once, as the embedding.
         """
-        return None if tied and name == "lm_head.weight" else name
-
-    def from_disk(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor read from disk in the layout that the learner's parameter has (rows are never reordered)."""
-        return tensor
-
-    def to_disk(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The inverse of `from_disk`."""
-        return tensor
+        return () if tied and name == "lm_head.weight" else (StoredPart(name=name),)
 
     def fresh_buffers(self, module: Any) -> Mapping[str, torch.Tensor]:
         """Values of `module`'s buffers that no file holds, computed on the CPU.

@@ -8,8 +8,9 @@ from s2rl.errors import ModelError
 from s2rl.models.adapter import ModelAdapter
 from s2rl.models.llama import LLAMA
 from s2rl.models.qwen3 import QWEN2, QWEN3
+from s2rl.models.qwen3_moe import QWEN3_MOE
 
-_ADAPTERS: tuple[ModelAdapter, ...] = (LLAMA, QWEN2, QWEN3)
+_ADAPTERS: tuple[ModelAdapter, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
 
 
 def known_architectures() -> list[str]:

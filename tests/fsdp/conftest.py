@@ -32,6 +32,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(scope="session")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from fsdp_models import save_qwen3_moe
+
+    return save_qwen3_moe(tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe_fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from fsdp_models import save_qwen3_moe
+
+    return save_qwen3_moe(tmp_path_factory.mktemp("qwen3_moe_fused"), fused=True)
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Learner]]:
     """Starts one-rank learners one after the other: the one before is closed first."""

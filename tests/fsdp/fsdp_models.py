@@ -8,8 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from s2rl.config.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from s2rl.fsdp.learner import Learner
@@ -69,6 +78,40 @@ def save_llama(folder: Path, *, seed: int = 2) -> Path:
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.lm_head.float()  # a head in another type than the body, as some published models have
     model.save_pretrained(folder, max_shard_size="20KB")
+    save_tokenizer(folder)
+    return folder
+
+
+def save_qwen3_moe(folder: Path, *, seed: int = 3, fused: bool = False) -> Path:
+    """One dense layer and two of five experts, so that two ranks hold different numbers of them; no side is square.
+
+    On disk three matrices for each expert, or with `fused` the two parameters of a layer.
+    """
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    if fused:
+        config.architectures = ["Qwen3MoeForCausalLM"]
+        config.save_pretrained(folder)
+        save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder / "model.safetensors")
+    else:
+        model.save_pretrained(folder, max_shard_size="20KB")
     save_tokenizer(folder)
     return folder
 

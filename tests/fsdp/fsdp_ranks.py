@@ -86,6 +86,10 @@ def untied(rank: int, folder: Path, port: int) -> dict[str, Any]:
     return train(rank, folder, port, model="llama", rollout_dtype="bfloat16")
 
 
+def experts(rank: int, folder: Path, port: int) -> dict[str, Any]:
+    return train(rank, folder, port, model="qwen3_moe")
+
+
 def poisoned(rank: int, folder: Path, port: int) -> dict[str, Any]:
     """A number on rank 1 that is not finite."""
     learner = make_learner(folder / "qwen3", rank=rank, world_size=WORLD_SIZE, port=port)
@@ -146,6 +150,7 @@ SCENARIOS: dict[str, Callable[[int, Path, int], dict[str, Any]]] = {
     "fast": fast,
     "offloaded": offloaded,
     "untied": untied,
+    "experts": experts,
     "poisoned": poisoned,
     "resumed_from_one": resumed_from_one,
     "full_disk": full_disk,

@@ -19,6 +19,8 @@ from s2rl.errors import CheckpointError, ModelError, RunError
 from s2rl.fsdp.learner import Learner
 from s2rl.types import TensorSpec
 
+MODELS = ["qwen3", "llama", "qwen3_moe", "qwen3_moe_fused"]
+
 
 def disk_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
@@ -35,7 +37,7 @@ def reference_scores(folder: Path, sequences: list[list[int]], *, temperature: f
     return scores
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"packing": "on"}, {"cpu_offload": True}, {"max_tokens_per_micro_batch": 20}])
 def test_float32_scores_are_those_of_transformers(start, request, model: str, settings: dict[str, object]):
     folder = request.getfixturevalue(model)
@@ -59,7 +61,7 @@ def test_scores_follow_a_training_step(start, qwen3):
     assert np.abs(learner.score(sequences, 1.0)[0] - after).max() > 1e-3
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama"])
+@pytest.mark.parametrize("model", MODELS)
 def test_what_is_published_at_first_is_the_folder_itself(start, request, model: str):
     folder = request.getfixturevalue(model)
     learner = start(folder, rollout_dtype="bfloat16")
@@ -94,6 +96,22 @@ def test_published_tensors_load_into_transformers_and_score_the_same(start, qwen
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
     np.testing.assert_allclose(learner.score([ids[0].tolist()], 1.0)[0], logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe_fused"])
+def test_trained_experts_are_published_in_the_layout_of_their_folder(start, request, tmp_path, model: str):
+    folder = request.getfixturevalue(model)
+    learner = start(folder, optimizer={"lr": 0.01})
+    learner.train(rank_batch([make_samples(8)]))
+    published, stored = weights(learner), disk_tensors(folder)
+    experts = [n for n in stored if ".experts." in n]
+    assert len(experts) == (4 if model == "qwen3_moe_fused" else 2 * 5 * 3)
+    assert sum(not torch.equal(published[n], stored[n]) for n in experts) > len(experts) // 2
+    trained = shutil.copytree(folder, tmp_path / "trained", ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file({n: t.contiguous() for n, t in published.items()}, trained / "model.safetensors", {"format": "pt"})
+    sequences = [s.token_ids.tolist() for s in make_samples(3, prompt=(2, 40))]
+    for own, other in zip(learner.score(sequences, 1.0), reference_scores(trained, sequences), strict=True):
+        np.testing.assert_allclose(own, other, atol=2e-5)
 
 
 def test_another_version_is_not_published(start, qwen3):

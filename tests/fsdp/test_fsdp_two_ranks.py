@@ -15,10 +15,11 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, qwen3: Path, llama: Path) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, qwen3: Path, llama: Path, qwen3_moe: Path) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "qwen3").symlink_to(qwen3)
     (folder / "llama").symlink_to(llama)
+    (folder / "qwen3_moe").symlink_to(qwen3_moe)
     return folder
 
 
@@ -91,6 +92,12 @@ def test_two_ranks_train_an_untied_model_as_one_does_and_publish_its_types(outco
             assert comparable(own) == pytest.approx(comparable(other), rel=1e-3, abs=1e-5)
         assert rank["weights"]["lm_head.weight"].dtype == torch.float32
         assert rank["weights"]["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@scenario("experts")
+def test_two_ranks_train_experts_as_one_does(outcome, start, qwen3_moe):
+    learner = start(qwen3_moe)
+    assert_equal_runs(outcome, one_rank(learner, num_steps=fsdp_ranks.NUM_STEPS), weights(learner))
 
 
 @scenario("poisoned")

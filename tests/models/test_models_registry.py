@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from s2rl.errors import ModelError
-from s2rl.models import adapter_for, known_architectures
+from s2rl.models import StoredPart, adapter_for, known_architectures
 
 
 @pytest.mark.parametrize("architecture", known_architectures())
@@ -37,9 +37,9 @@ def test_a_class_that_transformers_lacks_is_named():
 
 def test_a_tied_head_is_stored_once_as_the_embedding():
     adapter, _ = adapter_for(["Qwen3ForCausalLM"])
-    assert adapter.disk_name("lm_head.weight", tied=True) is None
-    assert adapter.disk_name("lm_head.weight", tied=False) == "lm_head.weight"
-    assert adapter.disk_name("model.norm.weight", tied=True) == "model.norm.weight"
+    assert adapter.stored("lm_head.weight", (8, 4), tied=True, disk=()) == ()
+    assert adapter.stored("lm_head.weight", (8, 4), tied=False, disk=()) == (StoredPart(name="lm_head.weight"),)
+    assert adapter.stored("model.norm.weight", (4,), tied=True, disk=()) == (StoredPart(name="model.norm.weight"),)
 
 
 def test_the_controller_can_use_registry_advantages_and_device_names_without_torch():
