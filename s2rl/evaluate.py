@@ -25,7 +25,7 @@ from s2rl.trainer.placement import RayPlacement
 from s2rl.trainer.pool import RolloutPool, close_quietly
 from s2rl.trainer.trainer import read_eval_prompts, weight_sync
 from s2rl.trainer.waiting import Progress
-from s2rl.types import Encoded, Rollout
+from s2rl.types import UNKNOWN_VERSION, Encoded, Rollout
 
 
 def run_evaluation(
@@ -117,7 +117,7 @@ async def _evaluate(
         progress = Progress(limit_s=run.limits.progress_s)
         pool = RolloutPool(workers, replace=_no_replacement, max_restarts=0, progress=progress)
         pool.start()
-        version = 0
+        version = UNKNOWN_VERSION
         if learner is not None and checkpoint is not None:
             version = await _load(run, learner, pool, prompts, checkpoint, progress)
         else:

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
+UNKNOWN_VERSION = -1
+"""Of weights that a worker took from the model folder itself, before any publication."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a completion ended."""

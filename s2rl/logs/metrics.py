@@ -159,7 +159,7 @@ METRICS: tuple[Metric, ...] = (
                 "completions",
                 "Completions with advantage zero: counted in every mean, but not computed, as they give no gradient.",
             ),
-            ("tokens", "tokens", "Prompt and completion tokens that were computed."),
+            ("tokens", "tokens", "Prompt and completion tokens that were computed; a shared prompt counts once."),
             ("loss_tokens", "tokens", "Completion tokens that were computed."),
             ("micro_batches", "count", "Forward and backward passes per rank."),
             ("padding_fraction", "share", "Padding positions over all positions computed."),

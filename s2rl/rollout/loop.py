@@ -28,6 +28,7 @@ from s2rl.rollout.protocol import Delta, Engine, RankLoad
 from s2rl.rollout.requests import prompt_refusal, refusal, sequence_params
 from s2rl.rollout.stopping import StopStrings
 from s2rl.types import (
+    UNKNOWN_VERSION,
     Completion,
     FailedRequest,
     FinishReason,
@@ -39,9 +40,6 @@ from s2rl.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN_VERSION = -1
-"""The version before the first weight update: whatever the model folder holds."""
 
 
 @dataclass(slots=True, kw_only=True)

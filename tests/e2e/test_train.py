@@ -129,6 +129,20 @@ def test_evaluating_the_checkpoint_gives_the_accuracy_of_the_run(resumed: Traine
     check_nothing_is_left(command)
 
 
+def test_evaluating_the_model_folder_gives_the_accuracy_before_the_first_step(
+    trained: Trained, start: Any, example: Any, tmp_path: Path
+) -> None:
+    samples = tmp_path / "samples.jsonl"
+    flags = ["--ckpt", str(example.model), "--config", str(trained.run / "config.yaml"), "--out", str(samples)]
+    ended = start(["eval", *flags, "--data", str(example.heldout)], folder=trained.folder).wait()
+    assert ended.code == 0, ended.out + ended.err
+    found = re.search(r"eval/accuracy\s+([0-9.]+)", ended.out)
+    assert found is not None, ended.out
+    before = next(row for row in trained.rows if row["step"] == 0)
+    assert float(found[1]) == pytest.approx(before["eval/accuracy"], abs=5e-5)
+    assert len(samples.read_text().splitlines()) == before["eval/samples"]
+
+
 def test_nothing_of_a_finished_run_is_left(resumed: Trained, trained: Trained) -> None:
     for run in (trained, resumed):
         check_nothing_is_left(run.command)
