@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 COMPLETE_MARKER = ".complete"
 WARM_START_LR = 2e-3
@@ -44,6 +44,8 @@ class Size:
     num_heads: int
     num_digits: int
     warm_start_steps: int
+    num_experts: int = 0
+    """Of each layer, two of which take a token; none: a dense model."""
     num_train: int = 4000
     num_heldout: int = 200
 
@@ -55,6 +57,9 @@ class Size:
 
 SIZES = {
     "tiny": Size(hidden_size=192, num_layers=3, num_heads=4, num_digits=5, warm_start_steps=300),
+    "moe": Size(
+        hidden_size=128, num_layers=2, num_heads=4, num_digits=4, num_experts=6, warm_start_steps=400, num_train=3000
+    ),
     "nano": Size(hidden_size=64, num_layers=2, num_heads=2, num_digits=4, warm_start_steps=400),
 }
 
@@ -128,24 +133,34 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(size: Size, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_model(size: Size, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=size.hidden_size,
-        intermediate_size=3 * size.hidden_size,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=size.num_heads,
-        num_key_value_heads=max(1, size.num_heads // 2),
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+    settings: dict[str, Any] = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "hidden_size": size.hidden_size,
+        "intermediate_size": 3 * size.hidden_size,
+        "num_hidden_layers": size.num_layers,
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": max(1, size.num_heads // 2),
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if not size.num_experts:
+        return Qwen3ForCausalLM(Qwen3Config(**settings))
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **settings,
+            num_experts=size.num_experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=3 * size.hidden_size // 4,
+            norm_topk_prob=True,
+        )
     )
-    return Qwen3ForCausalLM(config)
 
 
 def encode(
@@ -163,7 +178,7 @@ def encode(
 
 
 def accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits: Sequence[str], *, greedy: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, digits: Sequence[str], *, greedy: bool
 ) -> float:
     """Share of problems whose completion is the right answer and then the end token."""
     import torch
@@ -196,7 +211,7 @@ def warm_start_answers(digits: Sequence[str], rng: random.Random) -> list[str]:
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, size: Size, train: Sequence[str], rng: random.Random
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, size: Size, train: Sequence[str], rng: random.Random
 ) -> None:
     """Supervised steps on the answers above; the learning rate falls to zero, so that what is learnt is learnt well."""
     import torch
