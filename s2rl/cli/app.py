@@ -11,12 +11,21 @@ from typing import Annotated
 
 import typer
 
-from s2rl.cli.output import print_dry_run, print_evaluation, print_problem, print_warnings, wants_traceback
+from s2rl.cli.output import (
+    byte_progress,
+    print_dry_run,
+    print_evaluation,
+    print_export,
+    print_problem,
+    print_verification,
+    print_warnings,
+    wants_traceback,
+)
 from s2rl.errors import Interrupted, S2rlError
 
 app = typer.Typer(
     name="s2rl",
-    help="Asynchronous GRPO for language models: train, evaluate.",
+    help="Asynchronous GRPO for language models: train, evaluate, export.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -94,6 +103,56 @@ def evaluate(
                 out=out,
             )
         )
+
+
+@app.command()
+def export(
+    ckpt: Annotated[Path, typer.Option(help="Checkpoint folder, or run folder (its last checkpoint).")],
+    out: Annotated[Path, typer.Option(help="New folder for the model.")],
+    source: Annotated[
+        Path | None, typer.Option(help="Model folder that training began with; the run's model.path when not given.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Files written at the same time.")] = 2,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Write NaN and infinities instead of refusing them.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as a model folder: the source's files, keys, types and order, with the trained values."""
+    with _exit_codes():
+        from s2rl.export import export_model
+
+        with byte_progress("exporting") as progress:
+            result = export_model(
+                ckpt,
+                out=out,
+                source=source,
+                allow_nonfinite=allow_nonfinite,
+                workers=workers,
+                progress=progress,
+            )
+        print_export(result)
+
+
+app.command("merge", help="The same as export, for those who come from other trainers' model mergers.")(export)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Exported model folder.", metavar="DIR")],
+    source: Annotated[Path, typer.Option(help="Model folder that training began with.")],
+    ckpt: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose values the trained tensors must hold exactly.")
+    ] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the report to this file too.")] = None,
+) -> None:
+    """Compare an exported folder with its source, tensor by tensor. Exit code 1 when a promise is broken."""
+    with _exit_codes():
+        from s2rl.export import verify_export
+
+        report = verify_export(folder, source=source, ckpt=ckpt)
+        print_verification(report, json_out)
+    if report.is_broken:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -25,9 +25,16 @@ class DiskTensor:
     shape: tuple[int, ...]
     dtype: str
     """torch's name: `float32`, `bfloat16`, `float16`; the header's own name for types that weights do not have."""
+    start: int
+    """First byte of its data in the file."""
+    num_bytes: int
 
 
-def _header(file: Path) -> Mapping[str, Any]:
+def read_header(file: Path) -> tuple[int, Mapping[str, Any]]:
+    """Length in bytes of everything before the data, and the parsed header of a safetensors file.
+
+    Raises ModelError when the file cannot be read, is none, or is not as long as its header says.
+    """
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -45,7 +52,7 @@ def _header(file: Path) -> Mapping[str, Any]:
         raise ModelError(
             f"model.path: {file} is damaged: {file.stat().st_size} bytes, {8 + length + end} expected. Copy it anew."
         )
-    return header
+    return 8 + length, header
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
@@ -78,7 +85,7 @@ def read_layout(folder: Path) -> dict[str, DiskTensor]:
     """
     layout: dict[str, DiskTensor] = {}
     for file, expected in sorted(_files(folder).items()):
-        header = _header(file)
+        data, header = read_header(file)
         absent = (expected or set()) - header.keys()
         if absent:
             raise ModelError(f"model.path: {file} lacks {sorted(absent)[0]}, which {_INDEX} puts there.")
@@ -87,5 +94,13 @@ def read_layout(folder: Path) -> dict[str, DiskTensor]:
                 continue
             dtype = str(entry["dtype"])
             shape = tuple(int(size) for size in entry["shape"])
-            layout[name] = DiskTensor(name=name, file=file, shape=shape, dtype=_TORCH_NAMES.get(dtype, dtype))
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+            layout[name] = DiskTensor(
+                name=name,
+                file=file,
+                shape=shape,
+                dtype=_TORCH_NAMES.get(dtype, dtype),
+                start=data + begin,
+                num_bytes=end - begin,
+            )
     return layout

@@ -143,6 +143,27 @@ def test_evaluating_the_model_folder_gives_the_accuracy_before_the_first_step(
     assert len(samples.read_text().splitlines()) == before["eval/samples"]
 
 
+def test_the_exported_model_has_the_format_of_its_source_and_the_accuracy_of_the_run(
+    resumed: Trained, start: Any, example: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "exported"
+    ended = start(["export", "--ckpt", str(resumed.run), "--out", str(out)], folder=resumed.folder).wait()
+    assert ended.code == 0, ended.out + ended.err
+    against = ["--source", str(example.model), "--ckpt", str(resumed.run)]
+    checked = start(["verify", str(out), *against, "--json", str(tmp_path / "report.json")], folder=tmp_path).wait()
+    assert checked.code == 0, checked.out + checked.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert not report["broken"] and {t["finding"] for t in report["tensors"]} == {"trained"}
+    flags = ["--ckpt", str(out), "--config", str(resumed.run / "config.yaml"), "--data", str(example.heldout)]
+    evaluated = start(["eval", *flags], folder=resumed.folder).wait()
+    assert evaluated.code == 0, evaluated.out + evaluated.err
+    found = re.search(r"eval/accuracy\s+([0-9.]+)", evaluated.out)
+    assert found is not None, evaluated.out
+    assert float(found[1]) == pytest.approx(resumed.rows[-1]["eval/accuracy"], abs=5e-5)
+    (out / "config.json").write_text("{}")
+    assert start(["verify", str(out), "--source", str(example.model)], folder=tmp_path).wait().code == 1
+
+
 def test_nothing_of_a_finished_run_is_left(resumed: Trained, trained: Trained) -> None:
     for run in (trained, resumed):
         check_nothing_is_left(run.command)
