@@ -1,10 +1,15 @@
-"""The trained parameters of a checkpoint, read a few at a time."""
+"""The trained parameters of a checkpoint, read a few rows at a time."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import struct
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from s2rl.export.source import SourceModel
 from s2rl.models import StoredPart, adapter_for
 
 _PREFIX = "model."
+_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,7 @@ class Masters:
         """`folder` is the learner's part of a checkpoint. Raises CheckpointError when it cannot be read."""
         self._folder = folder
         try:
-            metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            metadata = dcp.FileSystemReader(folder).read_metadata()
         # A damaged pickle can raise anything.
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
@@ -45,40 +51,149 @@ class Masters:
             ) from error
         self.shapes: Mapping[str, tuple[int, ...]] = {
             key.removeprefix(_PREFIX): tuple(entry.size)
-            for key, entry in metadata.items()
+            for key, entry in metadata.state_dict_metadata.items()
             if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
         if not self.shapes:
             raise CheckpointError(f"{folder} holds no model parameters.")
+        self._places: dict[str, list[tuple[Any, Any]]] = {}
+        for index, place in metadata.storage_data.items():
+            self._places.setdefault(index.fqn, []).append((index, place))
+        self._lock = threading.Lock()
+        self._files: dict[str, int] = {}
+        self._located: dict[str, list[_Shard]] = {}
 
-    def num_bytes(self, name: str) -> int:
-        """Bytes of a parameter in memory."""
-        return 4 * math.prod(self.shapes[name])
+    def values(self, name: str, part: StoredPart) -> Iterator[Tensor]:
+        """What `part` of a parameter holds, float32 in the orientation of the tensor on disk, some rows at a time.
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The parameters, float32 on the CPU. Raises CheckpointError when the files are damaged."""
-        state: dict[str, Any] = {_PREFIX + name: torch.empty(self.shapes[name]) for name in names}
+        Concatenated over dimension 0 they are the tensor. Raises CheckpointError when a file is damaged.
+        """
+        shards = self._shards(name)
+        if part.index and isinstance(part.index[0], int):
+            row = part.index[0]
+            shard = next(s for s in shards if s.first_row <= row < s.first_row + s.shape[0])
+            expert = shard.read(row - shard.first_row, 1)
+            yield dataclasses.replace(part, index=(0, *part.index[1:])).of(expert)
+            return
+        for shard in shards:
+            step = max(1, _READ_BYTES // max(1, shard.row_bytes))
+            for first in range(0, shard.shape[0], step):
+                yield part.of(shard.read(first, min(step, shard.shape[0] - first)))
+
+    def __enter__(self) -> Masters:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _shards(self, name: str) -> list[_Shard]:
+        """The ranks' rows of a parameter, in order."""
+        with self._lock:
+            if name not in self._located:
+                self._located[name] = self._locate(name)
+            return self._located[name]
+
+    def _locate(self, name: str) -> list[_Shard]:
+        key, shape = _PREFIX + name, self.shapes[name] or (1,)
+        shards = []
+        for index, place in self._places[key]:
+            offset = tuple(index.offset or ()) or (0,)
+            meta, start = self._find(place, key)
+            rows = tuple(meta.shape) or (1,)
+            if any(offset[1:]) or rows[1:] != shape[1:] or meta.dtype is not torch.float32:
+                raise CheckpointError(
+                    f"{self._folder}: {name} is not stored as float32 rows, as the learner writes it, but as "
+                    f"{meta.dtype} {list(rows)} at {list(offset)}."
+                )
+            shards.append(
+                _Shard(descriptor=self._open(place.relative_path), start=start, first_row=offset[0], shape=rows)
+            )
+        shards.sort(key=lambda shard: shard.first_row)
+        ends = [0, *(shard.first_row + shard.shape[0] for shard in shards)]
+        if [shard.first_row for shard in shards] != ends[:-1] or ends[-1] != shape[0]:
+            raise CheckpointError(f"{self._folder} is incomplete: rows of {name} are missing or stored twice.")
+        return shards
+
+    def _find(self, place: Any, key: str) -> tuple[Tensor, int]:
+        """Shape and type of a stored tensor, and where in its file the values begin.
+
+        torch writes each tensor as an archive of its own, in which the values lie uncompressed.
+        """
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is asked to be
-                dcp.load(state, storage_reader=dcp.FileSystemReader(self._folder), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{self._folder} cannot be read: {type(error).__name__}: {error}") from error
-        return {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
+            stream = _Window(self._open(place.relative_path), place.offset, place.length)
+            meta: Tensor = torch.load(stream, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+            with zipfile.ZipFile(stream) as archive:
+                (record,) = (r for r in archive.infolist() if "/data/" in r.filename)
+            size = meta.numel() * meta.element_size()
+            if record.compress_type != zipfile.ZIP_STORED or not meta.is_contiguous() or record.file_size != size:
+                raise ValueError("not a plain contiguous tensor")
+            stream.seek(record.header_offset + 26)  # lengths of name and extra field, behind which the data begin
+            lengths = struct.unpack("<HH", stream.read(4))
+        # A damaged archive can raise anything.
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._folder / place.relative_path} is damaged at {key}: {type(error).__name__}: {error}"
+            ) from error
+        return meta, place.offset + record.header_offset + 30 + sum(lengths)
 
-    def batches(self, names: Sequence[str], *, max_bytes: int) -> Iterator[list[str]]:
-        """`names` in groups of at most `max_bytes`; a larger parameter is a group of its own."""
-        batch: list[str] = []
-        used = 0
-        for name in names:
-            size = self.num_bytes(name)
-            if batch and used + size > max_bytes:
-                yield batch
-                batch, used = [], 0
-            batch.append(name)
-            used += size
-        if batch:
-            yield batch
+    def _open(self, file: str) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(self._folder / file, os.O_RDONLY)
+        return self._files[file]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """Rows of a parameter in a file."""
+
+    descriptor: int
+    start: int
+    first_row: int
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * math.prod(self.shape[1:])
+
+    def read(self, first: int, count: int) -> Tensor:
+        """Rows from number `first` of the shard on."""
+        size, position = count * self.row_bytes, self.start + first * self.row_bytes
+        buffer = torch.empty((count, *self.shape[1:]))
+        view = memoryview(buffer.view(-1).view(torch.uint8).numpy()) if size else memoryview(b"")  # type: ignore[arg-type]
+        while view:
+            got = os.preadv(self.descriptor, [view], position)
+            if not got:
+                raise CheckpointError("a file of the checkpoint became shorter while it was read.")
+            view, position = view[got:], position + got
+        return buffer
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._length)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        room = max(0, min(len(buffer), self._length - self._position))
+        count = os.preadv(self._descriptor, [memoryview(buffer)[:room]], self._offset + self._position) if room else 0
+        self._position += count
+        return count
 
 
 def trained_tensors(masters: Masters, source: SourceModel, *, architectures: Sequence[str]) -> dict[str, Trained]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from s2rl.ckpt import find_checkpoint
 from s2rl.config.disk import DiskTensor, read_header
@@ -20,7 +19,7 @@ from s2rl.errors import CheckpointError, ConfigError
 from s2rl.export.masters import Masters, Trained, trained_tensors
 from s2rl.export.source import SourceModel, read_source
 
-_ROW_BYTES = 64 << 20
+_ROW_BYTES = 16 << 20
 
 
 class Finding(enum.StrEnum):
@@ -84,38 +83,48 @@ def verify_export(folder: Path, *, source: Path, ckpt: Path | None = None) -> Ve
     if folder.resolve() == source.resolve():
         raise ConfigError(f"{folder} is the source itself: give the exported folder.")
     original, found = read_source(source), read_source(folder)
-    expected: _Expected | None = None
-    if ckpt is not None:
-        checkpoint = find_checkpoint(ckpt)
-        if checkpoint is None:
-            raise CheckpointError(f"--ckpt {ckpt} is neither a checkpoint nor a run folder with a complete one.")
-        masters = Masters(checkpoint.learner_dir)
+    if ckpt is None:
+        return _report(original, found, expected=None)
+    checkpoint = find_checkpoint(ckpt)
+    if checkpoint is None:
+        raise CheckpointError(f"--ckpt {ckpt} is neither a checkpoint nor a run folder with a complete one.")
+    with Masters(checkpoint.learner_dir) as masters:
         trained = trained_tensors(masters, original, architectures=architectures_of(source))
-        expected = _Expected(masters=masters, trained=trained)
+        return _report(original, found, expected=_Expected(masters=masters, trained=trained))
+
+
+def _report(original: SourceModel, found: SourceModel, *, expected: _Expected | None) -> VerifyReport:
     names = sorted(original.tensors.keys() | found.tensors.keys())
-    if expected is not None:  # each parameter is read once
-        names.sort(key=lambda n: expected.trained[n].parameter if n in expected.trained else "")
     return VerifyReport(
-        tensors=tuple(sorted((_compare(n, original, found, expected) for n in names), key=lambda t: t.name)),
+        tensors=tuple(_compare(name, original, found, expected) for name in names),
         files=dict(_compare_files(original, found)),
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Expected:
     """The values that a checkpoint gives the trained tensors."""
 
-    def __init__(self, *, masters: Masters, trained: Mapping[str, Trained]) -> None:
-        self.trained = trained
-        self._masters = masters
-        self._held: tuple[str, Tensor] | None = None
+    masters: Masters
+    trained: Mapping[str, Trained]
 
-    def values(self, name: str) -> Tensor:
-        """Float32, in the orientation on disk."""
-        entry = self.trained[name]
-        if self._held is None or self._held[0] != entry.parameter:
-            self._held = None
-            self._held = (entry.parameter, self._masters.read([entry.parameter])[entry.parameter])
-        return entry.part.of(self._held[1])
+    def holds(self, tensor: DiskTensor) -> bool:
+        """Whether a tensor on disk has exactly the checkpoint's values, in its own type."""
+        entry, position = self.trained[tensor.name], tensor.start
+        with tensor.file.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        with mapped, memoryview(mapped) as view:
+            for values in self.masters.values(entry.parameter, entry.part):
+                rows = values.unsqueeze(0) if values.ndim == 0 else values
+                step = max(1, _ROW_BYTES * rows.shape[0] // max(1, 4 * rows.numel()))
+                for first in range(0, rows.shape[0], step):
+                    cast = rows[first : first + step].to(getattr(torch, tensor.dtype)).contiguous()
+                    wanted = cast.view(-1).view(torch.uint8).numpy()
+                    with view[position : position + len(wanted)] as block:
+                        if not np.array_equal(np.frombuffer(block, np.uint8), wanted):
+                            return False
+                    position += len(wanted)
+        return position == tensor.start + tensor.num_bytes
 
 
 def _compare(name: str, original: SourceModel, found: SourceModel, expected: _Expected | None) -> TensorReport:
@@ -136,11 +145,8 @@ def _compare(name: str, original: SourceModel, found: SourceModel, expected: _Ex
 
 def _compare_values(before: DiskTensor, after: DiskTensor, expected: _Expected | None) -> TensorReport:
     name = before.name
-    if expected is not None and name in expected.trained:
-        master = expected.values(name).to(getattr(torch, after.dtype)).contiguous()
-        wanted = master.view(-1).view(torch.uint8).numpy().data
-        if any(not _same(a, wanted[i : i + len(a)]) for i, a in _blocks(after)):
-            return _changes(before, after, Finding.DIFFERS)
+    if expected is not None and name in expected.trained and not expected.holds(after):
+        return _changes(before, after, Finding.DIFFERS)
     identical = all(_same(a, b) for (_, a), (_, b) in zip(_blocks(before), _blocks(after), strict=True))
     if identical:
         return TensorReport(name=name, finding=Finding.IDENTICAL)

@@ -33,8 +33,9 @@ from s2rl.export.source import SourceModel, read_source
 
 logger = logging.getLogger(__name__)
 
-_COPY_BYTES = 64 << 20
-_BATCH_BYTES = 256 << 20
+_COPY_BYTES = 8 << 20
+_CAST_BYTES = 4 << 20
+"""Of float32 values that are cast and written at a time: what stays in a core's cache."""
 _STATE = ".s2rl-export.json"
 """In the unfinished folder: what it is an export of."""
 
@@ -69,7 +70,7 @@ def export_model(
     """Write the model of a checkpoint (or of a run's last one) to the new folder `out`, in the format of `source`.
 
     `source` is the folder that training began with; the run's `model.path` when not given. Needs no accelerator and
-    holds a few parameters at a time, about `workers` x (256 MiB, or the largest parameter if that is more).
+    reads a few rows at a time: its memory does not grow with the model.
 
     Raises CheckpointError, ModelError, ConfigError or StorageError; `out` exists afterwards only when it is complete.
     """
@@ -80,28 +81,28 @@ def export_model(
     model = read_source(folder)
     _check_out(out, model.folder)
     verify(checkpoint)
-    masters = Masters(checkpoint.learner_dir)
-    trained = trained_tensors(masters, model, architectures=architectures_of(folder))
-    partial = out.absolute().with_name(f".{out.absolute().name}.partial")
-    with _reported(partial):
-        kept = _prepare(partial, checkpoint, model)
-        _check_room(partial, model, kept)
-        job = _Job(
-            model=model,
-            masters=masters,
-            trained=trained,
-            partial=partial,
-            allow_nonfinite=allow_nonfinite,
-            meter=_Meter(model, progress),
-        )
-        job.run(kept, workers=workers)
-        (partial / _STATE).unlink()
-        for directory in sorted({p.parent for p in partial.rglob("*")} | {partial}):
-            _sync(directory)
-        if out.is_dir():
-            out.rmdir()  # empty, as checked
-        partial.rename(out.absolute())
-        _sync(out.absolute().parent)
+    with Masters(checkpoint.learner_dir) as masters:
+        trained = trained_tensors(masters, model, architectures=architectures_of(folder))
+        partial = out.absolute().with_name(f".{out.absolute().name}.partial")
+        with _reported(partial):
+            kept = _prepare(partial, checkpoint, model)
+            _check_room(partial, model, kept)
+            job = _Job(
+                model=model,
+                masters=masters,
+                trained=trained,
+                partial=partial,
+                allow_nonfinite=allow_nonfinite,
+                meter=_Meter(model, progress),
+            )
+            job.run(kept, workers=workers)
+            (partial / _STATE).unlink()
+            for directory in sorted({p.parent for p in partial.rglob("*")} | {partial}):
+                _sync(directory)
+            if out.is_dir():
+                out.rmdir()  # empty, as checked
+            partial.rename(out.absolute())
+            _sync(out.absolute().parent)
     return ExportResult(
         out=out,
         num_files=len(model.files),
@@ -192,24 +193,22 @@ class _Job:
 
     def _fill(self, writer: int, tensors: Sequence[DiskTensor], stop: threading.Event) -> None:
         """Write the trained tensors of one file."""
-        by_parameter: dict[str, list[DiskTensor]] = {}
         for tensor in tensors:
-            by_parameter.setdefault(self.trained[tensor.name].parameter, []).append(tensor)
-        for batch in self.masters.batches(list(by_parameter), max_bytes=_BATCH_BYTES):
             if stop.is_set():
                 return
-            for name, master in self.masters.read(batch).items():
-                for tensor in by_parameter[name]:
-                    self._put(writer, tensor, self.trained[tensor.name].part.of(master))
+            entry = self.trained[tensor.name]
+            offset = tensor.start
+            for values in self.masters.values(entry.parameter, entry.part):
+                offset = self._put(writer, tensor, values, offset=offset)
+            assert offset == tensor.start + tensor.num_bytes
 
-    def _put(self, writer: int, tensor: DiskTensor, values: torch.Tensor) -> None:
-        """Write one tensor, some rows at a time: no second full copy of it exists."""
-        offset = tensor.start
+    def _put(self, writer: int, tensor: DiskTensor, values: torch.Tensor, *, offset: int) -> int:
+        """Write some rows of a tensor at `offset`, a few at a time: no copy of all exists; where they end."""
         rows = values.unsqueeze(0) if values.ndim == 0 else values
-        step = max(1, _COPY_BYTES * rows.shape[0] // max(1, 4 * rows.numel()))
+        step = max(1, _CAST_BYTES * rows.shape[0] // max(1, 4 * rows.numel()))
         for first in range(0, rows.shape[0], step):
             part = rows[first : first + step].to(getattr(torch, tensor.dtype)).contiguous()
-            if not self.allow_nonfinite and not bool(torch.isfinite(part).all()):
+            if not self.allow_nonfinite and not _is_finite(part):
                 raise CheckpointError(
                     f"{tensor.name} of the checkpoint holds values that are not finite in {tensor.dtype}: the model is "
                     "broken. Export an earlier checkpoint, or give --allow-nonfinite to write it all the same."
@@ -218,7 +217,12 @@ class _Job:
             _write_all(writer, data, offset)
             offset += len(data)
             self.meter.add(len(data))
-        assert offset == tensor.start + tensor.num_bytes
+        return offset
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """A sum passes NaN and infinities on, and takes one pass; the rest is for sums that overflow by themselves."""
+    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
 def _untouched(size: int, trained: Sequence[DiskTensor]) -> Iterator[tuple[int, int]]:

@@ -77,7 +77,7 @@ def test_rows_are_written_in_pieces_of_any_size(tmp_path: Path, monkeypatch: pyt
     checkpoint = save_checkpoint(tmp_path / "run", changed(masters_of(source)))
     export_model(checkpoint, source=source, out=tmp_path / "whole")
     monkeypatch.setattr("s2rl.export.write._COPY_BYTES", 1000)
-    monkeypatch.setattr("s2rl.export.write._BATCH_BYTES", 5000)
+    monkeypatch.setattr("s2rl.export.write._CAST_BYTES", 700)
     seen: list[tuple[int, int]] = []
     export_model(
         checkpoint, source=source, out=tmp_path / "pieces", workers=5, progress=lambda d, t: seen.append((d, t))
@@ -126,6 +126,7 @@ def test_files_that_other_threads_were_writing_at_an_interruption_are_written_ag
     checkpoint = save_checkpoint(tmp_path / "run", changed(masters_of(source)))
     export_model(checkpoint, source=source, out=tmp_path / "whole")
     monkeypatch.setattr("s2rl.export.write._COPY_BYTES", 512)
+    monkeypatch.setattr("s2rl.export.write._CAST_BYTES", 1024)
 
     def interrupt(done: int, total: int) -> None:
         if done > total * percent // 100:
