@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import os
@@ -72,8 +71,11 @@ class Masters:
         if part.index and isinstance(part.index[0], int):
             row = part.index[0]
             shard = next(s for s in shards if s.first_row <= row < s.first_row + s.shape[0])
-            expert = shard.read(row - shard.first_row, 1)
-            yield dataclasses.replace(part, index=(0, *part.index[1:])).of(expert)
+            within = part.index[1] if len(part.index) > 1 else slice(None)
+            assert isinstance(within, slice) and within.step is None and len(part.index) <= 2
+            first, end, _ = within.indices(shard.shape[1])
+            matrix = shard.read(row - shard.first_row, 1, within=(first, end))[0]
+            yield matrix.transpose(-1, -2) if part.transposed else matrix
             return
         for shard in shards:
             step = max(1, _READ_BYTES // max(1, shard.row_bytes))
@@ -157,10 +159,15 @@ class _Shard:
     def row_bytes(self) -> int:
         return 4 * math.prod(self.shape[1:])
 
-    def read(self, first: int, count: int) -> Tensor:
-        """Rows from number `first` of the shard on."""
-        size, position = count * self.row_bytes, self.start + first * self.row_bytes
-        buffer = torch.empty((count, *self.shape[1:]))
+    def read(self, first: int, count: int, *, within: tuple[int, int] | None = None) -> Tensor:
+        """Rows from number `first` of the shard on; with `within`, of a single row that range of dimension 1."""
+        shape, position = (count, *self.shape[1:]), self.start + first * self.row_bytes
+        if within is not None:
+            assert count == 1
+            shape = (1, within[1] - within[0], *self.shape[2:])
+            position += within[0] * 4 * math.prod(self.shape[2:])
+        buffer = torch.empty(shape)
+        size = 4 * buffer.numel()
         view = memoryview(buffer.view(-1).view(torch.uint8).numpy()) if size else memoryview(b"")  # type: ignore[arg-type]
         while view:
             got = os.preadv(self.descriptor, [view], position)
