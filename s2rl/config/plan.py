@@ -58,7 +58,7 @@ def plan_resources(config: RunConfig, model: ModelFacts) -> Plan:
     learner_mb = _learner_mb(config, model)
     weights_mb = model.num_parameters * _bytes(config.rollout.dtype) / 2**20 / config.rollout.tensor_parallel
     engine_mb = weights_mb + (config.rollout.kv_cache_gb * 1024 if on_host else 0)
-    bucket_mb = 4 * config.sync.bucket_mb
+    bucket_mb = 6 * config.sync.bucket_mb
     rows = (
         PlanRow(process="controller", count=1, devices=0, threads=1, host_mb=CONTROLLER_BASE_MB, device_mb=0),
         PlanRow(

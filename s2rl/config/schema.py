@@ -276,7 +276,7 @@ class SyncConfig(Section):
     every: Positive = 1
     """Batches between two publications."""
     bucket_mb: PositiveFloat = 16.0
-    """Size of one transfer buffer, in MiB. Four exist at a time on each side."""
+    """Size of one transfer buffer, in MiB. Six exist at a time on each side."""
     verify: Literal["always"] = "always"
     """Every sync is proven: fingerprints of all bytes and a probe of log-probabilities."""
     probe_tokens: Positive = 48

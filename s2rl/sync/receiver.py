@@ -26,8 +26,8 @@ from s2rl.sync.header import ACCEPTED, HEADER_WORDS, check_header
 from s2rl.sync.memory import MemoryPool
 from s2rl.types import TensorSpec
 
-_AHEAD_BUCKETS = 4
-_IDLE_BUCKETS = 8
+_AHEAD_BUCKETS = 6
+_IDLE_BUCKETS = 12
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -61,7 +61,7 @@ class WeightReceiver:
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of `version` in manifest order. Collective with the sender's `send`.
 
-        Up to four buckets' bytes are received while the caller works on a tensor. Raises SyncError when the sender
+        Up to six buckets' bytes are received while the caller works on a tensor. Raises SyncError when the sender
         announces another version or other tensors, when it is gone or silent for longer than the group's limit. The
         caller must take all tensors: stopping early leaves the group unusable.
         """

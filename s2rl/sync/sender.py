@@ -2,7 +2,7 @@
 
 consumes   named tensors in manifest order, one at a time
 produces   broadcasts over the group; a PublishReport
-waits for  every receiver at the start (header and answer), older transfers while four buckets' bytes are in flight
+waits for  every receiver at the start (header and answer), older transfers while six buckets' bytes are in flight
 woken by   the receivers' own broadcasts; all waits end within the group's limit
 """
 
@@ -24,13 +24,13 @@ from s2rl.types import PublishReport, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-_NUM_BUFFERS = 4
+_NUM_BUFFERS = 6
 
 
 class WeightSender:
-    """Streams publications to the members of a group. Holds four buffers of one bucket each, no copy of the model.
+    """Streams publications to the members of a group. Holds six buffers of one bucket each, no copy of the model.
 
-    What is in flight at once, buffers and large tensors together, is at most four buckets' bytes.
+    What is in flight at once, buffers and large tensors together, is at most six buckets' bytes.
     """
 
     def __init__(self, group: SyncGroup, manifest: Sequence[TensorSpec]) -> None:
