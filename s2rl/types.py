@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
+ImageArray = NDArray[np.uint8]
+"""[height, width, 3], RGB, resized: exactly what engine and learner cut into patches."""
 
 UNKNOWN_VERSION = -1
 """Of weights that a worker took from the model folder itself, before any publication."""
@@ -52,6 +54,16 @@ class Message:
 
     role: str
     content: str
+    """Text; where the prompt has images, each `<image>` in it stands for the next of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFile:
+    """An image as a data row has it. Exactly one of `data` and `path` is set."""
+
+    data: bytes | None = None
+    """A file's content: PNG, JPEG, ..."""
+    path: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,8 @@ class Prompt:
     epoch: int
     messages: tuple[Message, ...] | None = None
     text: str | None = None
+    images: tuple[ImageFile, ...] = ()
+    """In the order of the placeholders. Empty once the prompt is encoded: `Encoded.images` holds them then."""
     answer: str
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -75,8 +89,10 @@ class Encoded:
 
     prompt: Prompt
     token_ids: tuple[int, ...]
-    model_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Opaque tensors named as the model's own forward names them (empty for text)."""
+    """With one placeholder id for each position that an image takes."""
+    images: tuple[ImageArray, ...] = field(default=(), compare=False)
+    image_spans: tuple[tuple[int, int], ...] = ()
+    """Of each image: index of its first placeholder in `token_ids`, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +200,7 @@ class Sample:
     logprobs: FloatArray  # [T], by the rollout engine
     versions: IntArray  # [T]
     advantage: float
-    model_inputs: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[ImageArray, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -292,6 +308,16 @@ class LoadReport:
     """Per tensor name; computed from what was handed to the engine's loader."""
     unloaded: tuple[str, ...] = ()
     """Engine parameters that received no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreRequest:
+    """A sequence whose tokens' log-probabilities are asked for."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[ImageArray, ...] = ()
+    image_spans: tuple[tuple[int, int], ...] = ()
+    """As in `Encoded`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,8 +83,6 @@ class _Cursor:
 
 
 def _encoded_record(encoded: Encoded) -> dict[str, Any]:
-    # Tensors of images are made anew from the prompt by the part that knows them; they are not stored here.
-    assert not encoded.model_inputs, "prompts with model inputs cannot be stored"
     prompt = encoded.prompt
     return {
         "token_ids": list(encoded.token_ids),

@@ -66,9 +66,6 @@ def refusal(request: GroupRequest, limits: EngineLimits) -> str | None:
     """Why this request cannot be sampled, or None."""
     if request.num_completions < 1:
         return f"num_completions is {request.num_completions}; it must be at least 1"
-    if request.encoded.model_inputs:
-        names = ", ".join(sorted(request.encoded.model_inputs))
-        return f"the prompt has model inputs ({names}); rollout workers take token ids only"
     return prompt_refusal(request.encoded.token_ids, limits) or _sampling_refusal(request.sampling, limits)
 
 

@@ -50,7 +50,7 @@ def samples_of(group: RolloutGroup, *, advantage: str) -> list[Sample]:
             logprobs=rollout.completion.logprobs,
             versions=rollout.completion.versions,
             advantage=float(value),
-            model_inputs=group.encoded.model_inputs,
+            images=group.encoded.images,
         )
         for rollout, value in zip(group.rollouts_G, advantages_G, strict=True)
         if len(rollout.completion.token_ids) and rollout.completion.finish_reason is not FinishReason.ABORT

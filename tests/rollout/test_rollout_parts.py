@@ -22,13 +22,12 @@ from s2rl.types import Encoded, GroupRequest, Prompt, SamplingSpec
 LIMITS = EngineLimits(vocab_size=50, max_model_len=20, eos_token_ids=(1, 2), can_stop_at_strings=True)
 
 
-def request(ids: tuple[int, ...] = (5, 6, 7), *, model_inputs: dict | None = None, n: int = 2, **sampling: object):
+def request(ids: tuple[int, ...] = (5, 6, 7), *, n: int = 2, **sampling: object):
     return GroupRequest(
         group_id="g",
         encoded=Encoded(
             prompt=Prompt(prompt_id="p", row=0, epoch=0, text="", answer=""),
             token_ids=ids,
-            model_inputs=model_inputs or {},
         ),
         num_completions=n,
         sampling=SamplingSpec(**({"max_new_tokens": 8} | sampling)),
@@ -55,7 +54,6 @@ def test_the_budget_is_cut_to_what_the_engine_has_room_for() -> None:
         (request((5,) * 20), "no room for a completion"),
         (request((5, -1, 50)), r"the prompt: token ids [-1, 50] are outside the vocabulary of 50"),
         (request(n=0), "num_completions is 0"),
-        (request(model_inputs={"pixel_values": 1}), "model inputs (pixel_values)"),
         (request(max_new_tokens=0), "max_new_tokens is 0"),
         (request(temperature=0.005), "temperature is 0.005; the engine takes 0 or 0.01 to 2.0"),
         (request(temperature=2.5), "temperature is 2.5"),
