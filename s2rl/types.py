@@ -310,16 +310,6 @@ class LoadReport:
     """Engine parameters that received no tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScoreRequest:
-    """A sequence whose tokens' log-probabilities are asked for."""
-
-    token_ids: tuple[int, ...]
-    images: tuple[ImageArray, ...] = ()
-    image_spans: tuple[tuple[int, int], ...] = ()
-    """As in `Encoded`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFacts:
     """What engine and learner must agree on before the first step."""

@@ -2,6 +2,9 @@
 
 A row holds one sample, or several of one prompt: the prompt once, then each completion (`RowLayout`). Sizes are written
 as B rows, S positions of a row, N completion tokens.
+
+For a model with a vision tower (`VisionInputs`), position ids have four rows, and a batch without any image gets a
+small one in its padding: every rank then runs the tower's collectives, whatever its samples hold.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from s2rl.types import IntArray, Sample
+from s2rl.errors import ModelError
+from s2rl.models.vision.inputs import VisionInputs
+from s2rl.types import ImageArray, IntArray, Sample
 
 _PADDING, _PROMPT = -1, 0
 """Owners of positions beside completions, which count from 1."""
@@ -32,7 +37,7 @@ class ForwardInputs:
     """
 
     input_ids: Tensor  # [B, S] int64
-    position_ids: Tensor  # [B, S] int64
+    position_ids: Tensor  # [B, S] int64; [4, B, S] with a vision tower: these, then the temporal, height, width ones
     positions_N: Tensor  # [N] int64, into the flattened [B * S]: the position that predicts each completion token
     targets_N: Tensor  # [N] int64, the completion tokens
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -54,12 +59,15 @@ class _Row:
 
     input_ids: np.ndarray  # [L]
     position_ids: np.ndarray  # [L]
+    image_positions: np.ndarray | None  # [3, L], of a model with a vision tower
     owners: np.ndarray  # [L], which completion a position belongs to, counted from 1; 0 for the prompt
     predictors: np.ndarray  # [N of this row], the position that predicts each completion token
     targets: np.ndarray  # [N of this row]
 
 
-def _row(sequences: Sequence[IntArray], prompt_len: int) -> _Row:
+def _row(
+    sequences: Sequence[IntArray], prompt_len: int, *, vision: VisionInputs | None, images: Sequence[ImageArray]
+) -> _Row:
     """The first `prompt_len` tokens, which are the same in all sequences, once; then the rest of each."""
     if any(not 1 <= prompt_len <= len(ids) for ids in sequences):
         raise ValueError("a sequence needs at least one prompt token: the first token has nothing that predicts it")
@@ -67,10 +75,17 @@ def _row(sequences: Sequence[IntArray], prompt_len: int) -> _Row:
     if any(not np.array_equal(ids[:prompt_len], prompt) for ids in sequences[1:]):
         raise ValueError("sequences of one row must begin with the same prompt")
     completions = [ids[prompt_len:] for ids in sequences]
+    image_positions = None
+    if vision is not None:
+        of_each = [vision.positions(ids, images) for ids in sequences]
+        image_positions = np.concatenate([of_each[0][:, :prompt_len], *(p[:, prompt_len:] for p in of_each)], axis=1)
+    elif len(images):
+        raise ModelError("a sample has images, but the model has no vision tower")
     starts = prompt_len + np.cumsum([0, *(len(c) for c in completions)])
     return _Row(
         input_ids=np.concatenate([prompt, *completions]).astype(np.int64),
         position_ids=np.concatenate([np.arange(prompt_len), *(prompt_len + np.arange(len(c)) for c in completions)]),
+        image_positions=image_positions,
         owners=np.repeat(np.arange(len(completions) + 1), [prompt_len, *(len(c) for c in completions)]),
         predictors=np.concatenate(
             [
@@ -83,39 +98,69 @@ def _row(sequences: Sequence[IntArray], prompt_len: int) -> _Row:
 
 
 def collate_forward(
-    rows: Sequence[Sequence[IntArray]], prompt_lens: Sequence[int], *, packed: bool, device: torch.device
+    rows: Sequence[Sequence[IntArray]],
+    prompt_lens: Sequence[int],
+    *,
+    packed: bool,
+    device: torch.device,
+    vision: VisionInputs | None = None,
+    images: Sequence[Sequence[ImageArray]] | None = None,
 ) -> ForwardInputs:
     """Tensors for rows of token sequences [L] whose first `prompt_lens[i]` tokens (at least 1) are not predicted.
 
-    Sequences of one row share these tokens; a packed row takes one sequence only. An empty list gives a dummy row
-    without targets, so that a rank without work can enter the forward's collectives.
+    Sequences of one row share these tokens; a packed row takes one sequence only. `images[i]` are those of row i. An
+    empty list gives a dummy row without targets, so that a rank without work can enter the forward's collectives.
     """
-    made = [_row(sequences, prompt_len) for sequences, prompt_len in zip(rows, prompt_lens, strict=True)]
-    made = made or [_row([np.zeros(2, dtype=np.int32)], 2)]
+    images = images or [()] * len(rows)
+    made = [
+        _row(sequences, prompt_len, vision=vision, images=own)
+        for sequences, prompt_len, own in zip(rows, prompt_lens, images, strict=True)
+    ]
+    made = made or [_row([np.zeros(2, dtype=np.int32)], 2, vision=vision, images=())]
+    shown = [image for own in images for image in own]
     shared = any(len(sequences) > 1 for sequences in rows)
     if packed and shared:
         raise ValueError("packed rows cannot share prompts: nothing but position ids keeps them apart")
     lengths = np.array([len(row.input_ids) for row in made])
-    width = int(lengths.sum() if packed else lengths.max())
+    # Where no sample has an image, a small one stands in padding, behind everything that is trained.
+    host = -1 if packed else int(lengths.argmin())
+    dummy_len = vision.num_dummy_tokens if vision is not None and not shown else 0
+    width = int(lengths.sum() + dummy_len if packed else max(lengths.max(), lengths[host] + dummy_len))
     starts = np.cumsum([0, *lengths[:-1]]) if packed else np.arange(len(made)) * width
     size = width if packed else len(made) * width
     input_ids, position_ids = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
     owners = np.full(size, _PADDING)
+    image_positions = np.zeros((3, size), dtype=np.int64)
     for start, row in zip(starts, made, strict=True):
         span = slice(start, start + len(row.input_ids))
         input_ids[span], position_ids[span], owners[span] = row.input_ids, row.position_ids, row.owners
         if not packed:  # padding goes on counting, so that no position id says that a sequence begins there
             padding = slice(start + len(row.input_ids), start + width)
             position_ids[padding] = np.arange(len(row.input_ids), width)
+            image_positions[:, padding] = position_ids[padding]
+        if row.image_positions is not None:
+            image_positions[:, span] = row.image_positions
+    if vision is not None and dummy_len:
+        first = int(starts[host] + lengths[host])
+        input_ids[first : first + dummy_len] = vision.image_token_id
+        position_ids[first : first + dummy_len] = np.arange(dummy_len) + (0 if packed else lengths[host])
+        image_positions[:, first : first + dummy_len] = position_ids[first : first + dummy_len]
+        shown = [vision.dummy_image]
     shape = (1 if packed else len(made), width)
+    model_inputs = {"attention_mask": _sharing_mask(owners.reshape(shape), device=device)} if shared else {}
+    positions = torch.from_numpy(position_ids.reshape(shape)).to(device)
+    if vision is not None:
+        rows_3BS = torch.from_numpy(image_positions.reshape(3, *shape)).to(device)
+        positions = torch.cat([positions[None], rows_3BS])
+        model_inputs |= vision.model_inputs(shown, input_ids=input_ids.reshape(shape), device=device)
     return ForwardInputs(
         input_ids=torch.from_numpy(input_ids.reshape(shape)).to(device),
-        position_ids=torch.from_numpy(position_ids.reshape(shape)).to(device),
+        position_ids=positions,
         positions_N=torch.from_numpy(
             np.concatenate([start + row.predictors for start, row in zip(starts, made, strict=True)])
         ).to(device),
         targets_N=torch.from_numpy(np.concatenate([row.targets for row in made])).to(device),
-        model_inputs={"attention_mask": _sharing_mask(owners.reshape(shape), device=device)} if shared else {},
+        model_inputs=model_inputs,
     )
 
 
@@ -132,11 +177,16 @@ def _sharing_mask(owners_BS: np.ndarray, *, device: torch.device) -> Tensor:
 
 
 def collate_samples(
-    rows: Sequence[Sequence[Sample]], *, packed: bool, device: torch.device
+    rows: Sequence[Sequence[Sample]], *, packed: bool, device: torch.device, vision: VisionInputs | None = None
 ) -> tuple[ForwardInputs, TokenData]:
     """Tensors of one micro-batch, its rows of samples that share a prompt; it may be empty."""
     inputs = collate_forward(
-        [[s.token_ids for s in row] for row in rows], [row[0].prompt_len for row in rows], packed=packed, device=device
+        [[s.token_ids for s in row] for row in rows],
+        [row[0].prompt_len for row in rows],
+        packed=packed,
+        device=device,
+        vision=vision,
+        images=[row[0].images for row in rows],
     )
     samples = [sample for row in rows for sample in row]
     lengths = [len(s.token_ids) - s.prompt_len for s in samples]

@@ -39,6 +39,7 @@ from s2rl.fsdp.update import BatchUpdate
 from s2rl.sync import SyncGroup, WeightSender
 from s2rl.types import (
     FloatArray,
+    ImageArray,
     PublishReport,
     RankBatch,
     RowLayout,
@@ -71,6 +72,7 @@ class Learner:
         learner: LearnerConfig,
         algorithm: AlgorithmConfig,
         temperature: float,
+        banned_token_ids: Sequence[int] = (),
         rollout_dtype: Dtype,
         total_steps: int,
         seed: int,
@@ -81,7 +83,8 @@ class Learner:
         master_port: int,
         timeout_s: float = 1800.0,
     ) -> None:
-        """`temperature` is the one rollouts are sampled with, `rollout_dtype` the type that their engine computes in.
+        """`temperature` is the one rollouts are sampled with, without the ids `banned_token_ids`; `rollout_dtype` is
+        the type that their engine computes in.
 
         `total_steps` counts optimizer steps over the whole run, for the learning-rate schedule. `master_host` and
         `master_port` are where rank 0 listens. No collective waits longer than `timeout_s`.
@@ -90,6 +93,7 @@ class Learner:
         self._learner = learner
         self._algorithm = algorithm
         self._temperature = temperature
+        self._banned = tuple(banned_token_ids)
         self._rollout_dtype = rollout_dtype
         self._total_steps = total_steps
         self._seed = seed
@@ -133,8 +137,11 @@ class Learner:
                 optimizer=optimizer,
                 algorithm=self._algorithm,
                 temperature=self._temperature,
+                banned_token_ids=self._banned,
                 world_size=self._world_size,
-                reference_logprobs=None if reference is None else _Reference(reference, self._temperature).logprobs,
+                reference_logprobs=None
+                if reference is None
+                else _Reference(reference, self._temperature, self._banned, device=device).logprobs,
                 device=device,
             ),
             checkpoint=LearnerCheckpoint(
@@ -198,10 +205,17 @@ class Learner:
         metrics["optim/skipped_steps"] = float(num_skipped)
         return StepResult(version=self._version, metrics=metrics, num_skipped_steps=num_skipped)
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[FloatArray]:
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        images: Sequence[Sequence[ImageArray]] | None = None,
+        as_sampled: bool = False,
+    ) -> list[FloatArray]:
         """Log-probability of each token given those before it: entry i of a result belongs to token i + 1.
 
-        The work is dealt over the ranks, and all of them return all results.
+        `images[i]` are those of sequence i. `as_sampled` leaves out the ids that are never sampled. The work is dealt
+        over the ranks, and all of them return all results.
         """
         state = self._started()
         return score_sequences(
@@ -210,6 +224,8 @@ class Learner:
             temperature=temperature,
             max_tokens=self._learner.max_tokens_per_micro_batch,
             device=state.device,
+            images=images,
+            banned_token_ids=self._banned if as_sampled else (),
         )
 
     def save(self, path: Path) -> None:
@@ -252,14 +268,17 @@ class Learner:
 class _Reference:
     """The frozen initial policy."""
 
-    def __init__(self, policy: ShardedPolicy, temperature: float) -> None:
+    def __init__(
+        self, policy: ShardedPolicy, temperature: float, banned: Sequence[int], *, device: torch.device
+    ) -> None:
         self._policy = policy
         self._temperature = temperature
+        self._banned_K = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None
 
     @torch.no_grad()
     def logprobs(self, inputs: ForwardInputs) -> Tensor:
         """Log-probabilities [N] of the completion tokens."""
-        logprobs, _ = self._policy.module.logprobs(inputs, temperature=self._temperature)
+        logprobs, _ = self._policy.module.logprobs(inputs, temperature=self._temperature, banned_K=self._banned_K)
         # Its units never see a backward pass, which is what frees them and their bookkeeping for the policy.
         self._policy.reshard()
         forget_forward_order(self._policy.module)

@@ -7,6 +7,7 @@ range, one tensor at a time, and is cast on the way.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from s2rl.config.schema import Device, LearnerConfig, ModelConfig
 from s2rl.errors import ModelError
 from s2rl.fsdp.policy import Policy
 from s2rl.models import DiskTensor, ModelAdapter, StoredPart, adapter_for, read_layout
+from s2rl.models.vision.inputs import VisionInputs
 from s2rl.types import RowLayout
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class ShardedPolicy:
     """What the model folder holds under the names of `stored`."""
     vocab_size: int
     layout: RowLayout
+    vision: VisionInputs | None
+    """What makes the inputs of the vision tower; None for a model without one."""
     keep_gathered: bool
     """Parameters stay gathered from the first forward of a step to its last backward, and gradients are reduced once.
     Otherwise both happen per micro-batch, and no rank holds more than one gathered unit at a time."""
@@ -103,7 +107,8 @@ def attention_break_even(causal_lm: Any, config: Any) -> int:
     """
     text = config.get_text_config()
     outside = {id(causal_lm.get_input_embeddings().weight), id(causal_lm.get_output_embeddings().weight)}
-    in_layers = sum(p.numel() for p in causal_lm.parameters() if id(p) not in outside)
+    decoder = getattr(causal_lm.base_model, "language_model", causal_lm)
+    in_layers = sum(p.numel() for p in decoder.parameters() if id(p) not in outside)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return max(1, in_layers // (2 * text.num_hidden_layers * text.num_attention_heads * head_dim))
 
@@ -142,6 +147,7 @@ def build_policy(
         disk={part.name: disk[part.name] for parts in stored.values() for part in parts},
         vocab_size=causal_lm.get_input_embeddings().weight.shape[0],
         layout=built.layout,
+        vision=built.vision,
         keep_gathered=keep_gathered,
     )
 
@@ -166,6 +172,7 @@ class _Built:
     """Tensors on disk by parameter name; without parameters that are not stored."""
     wrap_classes: tuple[str, ...]
     layout: RowLayout
+    vision: VisionInputs | None
 
 
 def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable: bool) -> _Built:
@@ -201,7 +208,16 @@ def _build(model: ModelConfig, learner: LearnerConfig, *, device: str, trainable
         layout=RowLayout(
             packed=packed, shares_prompts=shares, attention_break_even=attention_break_even(causal_lm, config)
         ),
+        vision=_vision(model, adapter, causal_lm, config=config),
     )
+
+
+def _vision(model: ModelConfig, adapter: ModelAdapter, causal_lm: Any, *, config: Any) -> VisionInputs | None:
+    image_token_id = adapter.image_token_id(config)
+    if image_token_id is None:
+        return None
+    arguments = inspect.signature(type(causal_lm.base_model).forward).parameters
+    return VisionInputs(model.path, image_token_id=image_token_id, forward_arguments=arguments)
 
 
 def _read_config(model: ModelConfig) -> Any:

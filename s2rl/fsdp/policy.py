@@ -31,22 +31,29 @@ class Policy(nn.Module):
         positions_N: Tensor,
         targets_N: Tensor,
         model_inputs: Mapping[str, Tensor],
+        banned_K: Tensor | None,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] of the completion tokens and entropies [N], float32. Shapes as in `ForwardInputs`."""
-        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **model_inputs)
+        body = self.model.base_model
+        if getattr(body, "rope_deltas", None) is not None:
+            body.rope_deltas = None  # of some earlier batch; positions are always given
+        output = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **model_inputs)
         head = self.model.get_output_embeddings()
         return token_logprobs(
             output.last_hidden_state.flatten(0, 1).index_select(0, positions_N),
             weight_VH=head.weight,
             bias_V=head.bias,
             targets_N=targets_N,
+            banned_K=banned_K,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
         )
 
-    def logprobs(self, inputs: ForwardInputs, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """`forward` through the module's hooks.
+    def logprobs(
+        self, inputs: ForwardInputs, *, temperature: float, banned_K: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` through the module's hooks. `banned_K` int64: ids that are never sampled.
 
         Tensors go in one by one: FSDP looks for them in plain containers only.
         """
@@ -56,6 +63,7 @@ class Policy(nn.Module):
             positions_N=inputs.positions_N,
             targets_N=inputs.targets_N,
             model_inputs=dict(inputs.model_inputs),
+            banned_K=banned_K,
             temperature=temperature,
         )
         return outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,7 @@ class BatchUpdate:
         optimizer: PolicyOptimizer,
         algorithm: AlgorithmConfig,
         temperature: float,
+        banned_token_ids: Sequence[int],
         world_size: int,
         device: torch.device,
         reference_logprobs: Callable[[ForwardInputs], Tensor] | None,
@@ -49,6 +50,7 @@ class BatchUpdate:
         self._optimizer = optimizer
         self._algorithm = algorithm
         self._temperature = temperature
+        self._banned_K = torch.tensor(banned_token_ids, dtype=torch.int64, device=device) if banned_token_ids else None
         self._world_size = world_size
         self._device = device
         self._reference_logprobs = reference_logprobs
@@ -85,7 +87,9 @@ class BatchUpdate:
 
     def _prepare(self, batch: RankBatch, index: int) -> _PreparedMicro:
         rows = batch.micro_batches[index].rows
-        inputs, tokens = collate_samples(rows, packed=self._policy.layout.packed, device=self._device)
+        inputs, tokens = collate_samples(
+            rows, packed=self._policy.layout.packed, device=self._device, vision=self._policy.vision
+        )
         weights = token_weights(
             tokens.sample_lengths,
             aggregation=self._algorithm.aggregation,
@@ -97,7 +101,9 @@ class BatchUpdate:
     def _forward_backward(self, micro: _PreparedMicro, metrics: MetricSums, *, batch_version: int, first: bool) -> None:
         if self._reference_logprobs is not None and micro.reference_logprobs is None:
             micro.reference_logprobs = self._reference_logprobs(micro.inputs)
-        logprobs, entropy = self._policy.module.logprobs(micro.inputs, temperature=self._temperature)
+        logprobs, entropy = self._policy.module.logprobs(
+            micro.inputs, temperature=self._temperature, banned_K=self._banned_K
+        )
         if micro.learner_logprobs is None:  # no step has been taken on this batch yet
             micro.learner_logprobs = logprobs.detach()
         loss = self._total_loss(micro, logprobs, metrics)

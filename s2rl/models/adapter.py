@@ -35,7 +35,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAdapter:
-    """A family whose parameters carry the same names and shapes in the model and on disk, and that takes text only.
+    """A family whose parameters carry the same names and shapes in the model and on disk.
 
     Another family subclasses it and overrides what differs.
     """
@@ -56,6 +56,10 @@ class ModelAdapter:
         text = config.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         return kinds == {"full_attention"} and not getattr(text, "use_sliding_window", False)
+
+    def image_token_id(self, config: Any) -> int | None:
+        """The placeholder of image positions; None for a model that takes text only."""
+        return getattr(config, "image_token_id", None)
 
     def model_class(self, architecture: str) -> Any:
         """The transformers class that the learner builds for `architecture`."""
@@ -84,4 +88,8 @@ class ModelAdapter:
         """
         if "RotaryEmbedding" not in type(module).__name__:
             return {}
-        return dict(type(module)(config=module.config).named_buffers(recurse=False))
+        if hasattr(module, "config"):
+            fresh = type(module)(config=module.config)
+        else:  # of a vision tower, in older releases
+            fresh = type(module)(module.dim, module.theta)
+        return dict(fresh.named_buffers(recurse=False))

@@ -7,10 +7,23 @@ from collections.abc import Sequence
 from s2rl.errors import ModelError
 from s2rl.models.adapter import ModelAdapter
 from s2rl.models.llama import LLAMA
+from s2rl.models.qwen2_5_vl import QWEN2_5_VL
 from s2rl.models.qwen3 import QWEN2, QWEN3
+from s2rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from s2rl.models.qwen3_moe import QWEN3_MOE
+from s2rl.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 
-_ADAPTERS: tuple[ModelAdapter, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
+_ADAPTERS: tuple[ModelAdapter, ...] = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
+)
 
 
 def known_architectures() -> list[str]:

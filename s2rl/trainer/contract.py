@@ -95,11 +95,17 @@ async def check_logprobs(
         ]
         await pool.submit(requests, slot=slot, sink=sink)
         await within(sink.done, limit_s=limit_s, who="start-up check", what=f"samples of rollout worker {index}")
-        by_group = {r.group_id: r.encoded.token_ids for r in requests}
+        by_group = {r.group_id: r.encoded for r in requests}
         pairs = [(by_group[c.group_id], c) for c in sink.completions if len(c.token_ids)]
-        scored = await learner.score([[*ids, *c.token_ids.tolist()] for ids, c in pairs], sampling.temperature)
+        scored = await learner.score(
+            [[*encoded.token_ids, *c.token_ids.tolist()] for encoded, c in pairs],
+            sampling.temperature,
+            [encoded.images for encoded, _ in pairs],
+            True,
+        )
         differences += [
-            np.abs(logprobs[len(ids) - 1 :] - c.logprobs) for (ids, c), logprobs in zip(pairs, scored, strict=True)
+            np.abs(logprobs[len(encoded.token_ids) - 1 :] - c.logprobs)
+            for (encoded, c), logprobs in zip(pairs, scored, strict=True)
         ]
     flat = np.concatenate(differences) if differences else np.zeros(0, dtype=np.float32)
     if flat.size == 0:

@@ -14,6 +14,7 @@ from typing import Protocol
 from s2rl.types import (
     FloatArray,
     GroupRequest,
+    ImageArray,
     LoadReport,
     PublishReport,
     RankBatch,
@@ -98,8 +99,17 @@ class LearnerHandle(Protocol):
         """One batch: `updates_per_batch` optimizer steps. One entry per rank."""
         ...
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[FloatArray]:
-        """As `WorkerHandle.score`, by the learner, with logits divided by `temperature`."""
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        images: Sequence[Sequence[ImageArray]] | None = None,
+        as_sampled: bool = False,
+    ) -> list[FloatArray]:
+        """As `WorkerHandle.score`, by the learner, with logits divided by `temperature`.
+
+        `images[i]` are those of sequence i; `as_sampled` leaves out the ids that are never sampled.
+        """
         ...
 
     async def save(self, path: Path) -> None:

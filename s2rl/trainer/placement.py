@@ -14,6 +14,7 @@ from s2rl.errors import LearnerDied, StalledError, WorkerDied
 from s2rl.types import (
     FloatArray,
     GroupRequest,
+    ImageArray,
     LoadReport,
     PublishReport,
     RankBatch,
@@ -165,9 +166,16 @@ class LearnerActors:
         result: StepResult = (await self._each("train", [(b,) for b in batches], limit_s=self._limits.step_s))[0]
         return result
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[FloatArray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        images: Sequence[Sequence[ImageArray]] | None = None,
+        as_sampled: bool = False,
+    ) -> list[FloatArray]:
         """See `LearnerHandle`."""
-        result: list[FloatArray] = (await self._all("score", sequences, temperature, limit_s=self._limits.sync_s))[0]
+        arguments = (sequences, temperature, images, as_sampled)
+        result: list[FloatArray] = (await self._all("score", *arguments, limit_s=self._limits.sync_s))[0]
         return result
 
     async def save(self, path: Path) -> None:

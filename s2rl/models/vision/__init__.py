@@ -1,0 +1,1 @@
+"""From images to what a vision-language model's forward takes."""
