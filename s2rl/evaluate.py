@@ -19,10 +19,10 @@ from s2rl.config import RunConfig, check_files, check_machine, load_config
 from s2rl.errors import ConfigError
 from s2rl.rewards.pool import GradingPool
 from s2rl.trainer.evaluation import EvalResult, Evaluation
-from s2rl.trainer.loop import eval_sampling
 from s2rl.trainer.parts import LearnerHandle, WorkerHandle
 from s2rl.trainer.placement import RayPlacement
 from s2rl.trainer.pool import RolloutPool, close_quietly
+from s2rl.trainer.sampling import eval_sampling
 from s2rl.trainer.trainer import read_eval_prompts, weight_sync
 from s2rl.trainer.waiting import Progress
 from s2rl.types import UNKNOWN_VERSION, Encoded, Rollout

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -237,7 +238,9 @@ class SimulatedLearner:
         metrics = {"loss/total": 0.0, "optim/lr": 1e-6, "optim/grad_norm": 1.0, "memory/learner_rss_mb": 1.0}
         return StepResult(version=self.version, metrics=metrics, num_skipped_steps=0)
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[FloatArray]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Any = None, as_sampled: bool = False
+    ) -> list[FloatArray]:
         """See `LearnerHandle`."""
         self._enter("score")
         await asyncio.sleep(self._costs.score_s)

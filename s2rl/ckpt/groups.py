@@ -1,7 +1,8 @@
 """Outstanding groups to files and back, bit for bit.
 
-Text and structure go into JSON, token arrays (ids, log-probabilities, versions) into one safetensors file: `token_ids`
-int32 [N], `logprobs` float32 [N], `versions` int32 [N], all completions one after the other, their lengths in the JSON.
+Text and structure go into JSON, arrays into one safetensors file: `token_ids` int32 [N], `logprobs` float32 [N] and
+`versions` int32 [N] hold all completions one after the other, their lengths in the JSON; `image.<i>.<j>` uint8
+[H, W, 3] is image j of group i.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def save_groups(folder: Path, outstanding: Sequence[Outstanding]) -> None:
         "logprobs": _joined([c.logprobs for c in completions], np.float32),
         "versions": _joined([c.versions for c in completions], np.int32),
     }
+    for i, (encoded, _) in enumerate(outstanding):
+        arrays |= {_image(i, j): image for j, image in enumerate(encoded.images)}
     # Not safetensors' own save_file: on a full disk it raises an error that is no OSError.
     (folder / _ARRAYS).write_bytes(save(arrays))
     records = [
@@ -55,13 +58,23 @@ def load_groups(folder: Path) -> list[Outstanding]:
     """What `save_groups` wrote. Raises `CheckpointError` when a file cannot be read."""
     try:
         records = json.loads((folder / _JSON).read_text(encoding="ascii"))
-        cursor = _Cursor(load_file(folder / _ARRAYS))
-        return [_outstanding(record, cursor) for record in records]
+        arrays = load_file(folder / _ARRAYS)
+        cursor = _Cursor({name: arrays[name] for name in ("token_ids", "logprobs", "versions")})
+        return [_outstanding(record, cursor, _images(record, i, arrays)) for i, record in enumerate(records)]
     except Exception as error:
         raise CheckpointError(
             f"{folder}: the outstanding groups cannot be read ({type(error).__name__}: {error}). Remove this "
             "checkpoint folder to go on from the one before"
         ) from error
+
+
+def _image(group: int, index: int) -> str:
+    return f"image.{group}.{index}"
+
+
+def _images(record: Mapping[str, Any], group: int, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    spans = record["encoded"].get("image_spans", ())
+    return tuple(arrays[_image(group, index)] for index in range(len(spans)))
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
@@ -86,6 +99,7 @@ def _encoded_record(encoded: Encoded) -> dict[str, Any]:
     prompt = encoded.prompt
     return {
         "token_ids": list(encoded.token_ids),
+        "image_spans": [list(span) for span in encoded.image_spans],
         "prompt_id": prompt.prompt_id,
         "row": prompt.row,
         "epoch": prompt.epoch,
@@ -117,7 +131,7 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
     }
 
 
-def _outstanding(record: Mapping[str, Any], cursor: _Cursor) -> Outstanding:
+def _outstanding(record: Mapping[str, Any], cursor: _Cursor, images: tuple[np.ndarray, ...]) -> Outstanding:
     saved = record["encoded"]
     messages = saved["messages"]
     encoded = Encoded(
@@ -132,6 +146,8 @@ def _outstanding(record: Mapping[str, Any], cursor: _Cursor) -> Outstanding:
             extra=saved["extra"],
         ),
         token_ids=tuple(saved["token_ids"]),
+        images=images,
+        image_spans=tuple((start, length) for start, length in saved.get("image_spans", ())),
     )
     group = record["group"]
     if group is None:

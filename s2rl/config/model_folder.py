@@ -60,6 +60,22 @@ def architectures_of(folder: Path) -> tuple[str, ...]:
     return tuple(str(name) for name in found) if isinstance(found, list) else ()
 
 
+def takes_images(folder: Path) -> bool:
+    """Whether config.json describes a vision tower."""
+    return (folder / "config.json").is_file() and isinstance(
+        _read_json(folder / "config.json").get("vision_config"), dict
+    )
+
+
+def image_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that stand for positions of images and videos in prompts, and that a completion must not have."""
+    if not takes_images(folder):
+        return ()
+    config = _read_json(folder / "config.json")
+    found = (_integer(config, name) for name in ("image_token_id", "video_token_id"))
+    return tuple(token_id for token_id in found if token_id is not None)
+
+
 def check_tokenizer(folder: Path, *, key: str) -> None:
     """Raise `ModelError` when a folder holds no tokenizer files."""
     if not folder.is_dir():

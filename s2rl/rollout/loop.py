@@ -247,16 +247,23 @@ class RolloutLoop:
             priority, _, sequence = heapq.heappop(self._waiting)
             group = sequence.group
             params = sequence_params(group.request, index=sequence.index, limits=self.engine.limits)
-            token_ids = group.request.encoded.token_ids
+            encoded = group.request.encoded
             try:
-                self.engine.add(sequence.sequence_id, token_ids, params, priority=priority)
+                self.engine.add(
+                    sequence.sequence_id,
+                    encoded.token_ids,
+                    params,
+                    priority=priority,
+                    images=encoded.images,
+                    image_spans=encoded.image_spans,
+                )
             except ValueError as error:  # the engine's own refusal: one group's failure, not the worker's
                 self._groups.pop(group.request.group_id, None)
                 self._forget(group)
                 self._fail(group.ticket, group.request.group_id, str(error))
                 continue
             self._running[sequence.sequence_id] = sequence
-            self._prompt_tokens += len(token_ids)
+            self._prompt_tokens += len(encoded.token_ids)
 
     def _advance(self, sequence: _Sequence, delta: Delta) -> None:
         finish = delta.finish_reason

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from s2rl.rollout.requests import EngineLimits, SequenceParams
-from s2rl.types import FinishReason, FloatArray, SyncGroupSpec, TensorSpec
+from s2rl.types import FinishReason, FloatArray, ImageArray, SyncGroupSpec, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,17 @@ class Engine(Protocol):
 
     limits: EngineLimits
 
-    def add(self, sequence_id: str, token_ids: Sequence[int], params: SequenceParams, *, priority: int) -> None:
-        """Queue one sequence. Raises ValueError for one that it cannot take."""
+    def add(
+        self,
+        sequence_id: str,
+        token_ids: Sequence[int],
+        params: SequenceParams,
+        *,
+        priority: int,
+        images: Sequence[ImageArray] = (),
+        image_spans: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Queue one sequence; images and spans as in `Encoded`. Raises ValueError for one that it cannot take."""
         ...
 
     def add_scored(self, sequence_id: str, token_ids: Sequence[int]) -> None:

@@ -43,9 +43,7 @@ def sequence_params(request: GroupRequest, *, index: int, limits: EngineLimits) 
     """Parameters of completion `index`. The request must have passed `refusal`.
 
     The token budget is cut to what `max_model_len` leaves. Banned ids get a logit of minus infinity before the softmax,
-    so reported log-probabilities are those of the distribution over the other tokens. The learner does not mask: its
-    log-probabilities are lower by -log(1 - p(banned)), which is negligible only while the model hardly gives
-    these tokens any probability.
+    so reported log-probabilities are those of the distribution over the other tokens, as the learner's are.
     """
     spec = request.sampling
     stop = set(spec.stop_token_ids)

@@ -11,13 +11,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from s2rl.config.checks import OWN_ENGINE_ARGS
+from s2rl.config.model_folder import takes_images
 from s2rl.config.schema import Device, ModelConfig, RolloutConfig
 from s2rl.errors import ConfigError
+from s2rl.types import ImageArray
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,10 @@ def engine_args(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if takes_images(model.path):
+        # vLLM's image processing insists on a tokenizer; it still gets token ids. Its profile of a video is not needed.
+        args |= {"skip_tokenizer_init": False, "tokenizer": str(model.tokenizer or model.path)}
+        args["limit_mm_per_prompt"] = {"video": 0}
     if device == "cpu":
         args["block_size"] = config.block_size or 32
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gb * 2**30)
@@ -92,6 +98,39 @@ def engine_args(
             args["block_size"] = config.block_size
         args["gpu_memory_utilization"] = config.memory_fraction
     return args | dict(config.engine_args)
+
+
+def image_prompt(
+    engine: Any, token_ids: Sequence[int], *, images: Sequence[ImageArray], spans: Sequence[tuple[int, int]]
+) -> Any:
+    """What `LLMEngine.add_request` takes for a prompt with images; spans as in `Encoded`.
+
+    vLLM expands placeholders itself, and would expand expanded ones again, so it gets one for each image. Raises
+    ValueError when it cannot process the images, or when its tokens are not those of `token_ids`.
+    """
+    from PIL import Image
+
+    collapsed: list[int] = []
+    done = 0
+    for start, length in spans:
+        collapsed += token_ids[done : start + 1]
+        done = start + length
+    collapsed += token_ids[done:]
+    prompt = {
+        "prompt_token_ids": collapsed,
+        "multi_modal_data": {"image": [Image.fromarray(image) for image in images]},
+    }
+    try:
+        [rendered] = engine.renderer.render_cmpl([prompt])
+    except Exception as error:  # one prompt's failure, whatever its image did to the processor
+        raise ValueError(f"vLLM cannot process the prompt's images: {type(error).__name__}: {error}") from error
+    expanded = list(rendered["prompt_token_ids"])
+    if expanded != list(token_ids):
+        raise ValueError(
+            f"vLLM makes {len(expanded)} tokens of a prompt with {len(images)} images that has {len(token_ids)} for "
+            "the learner; both must see the same"
+        )
+    return rendered
 
 
 def repair() -> None:

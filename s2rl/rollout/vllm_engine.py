@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from s2rl.errors import ConfigError, RunError
 from s2rl.rollout import vllm_compat
 from s2rl.rollout.protocol import Delta, RankLoad
 from s2rl.rollout.requests import EngineLimits, SequenceParams
-from s2rl.types import FinishReason, SyncGroupSpec, TensorSpec
+from s2rl.types import FinishReason, ImageArray, SyncGroupSpec, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,16 @@ class VllmEngine:
             can_stop_at_strings=has_tokenizer,
         )
 
-    def add(self, sequence_id: str, token_ids: Sequence[int], params: SequenceParams, *, priority: int) -> None:
+    def add(
+        self,
+        sequence_id: str,
+        token_ids: Sequence[int],
+        params: SequenceParams,
+        *,
+        priority: int,
+        images: Sequence[ImageArray] = (),
+        image_spans: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """See `Engine.add`."""
         sampling = SamplingParams(
             temperature=params.temperature,
@@ -94,7 +104,12 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._engine.add_request(sequence_id, tokens_input(list(token_ids)), sampling, priority=priority)
+        prompt: Any = tokens_input(list(token_ids))
+        if len(images):
+            if not self._is_multimodal:
+                raise ValueError("the prompt has images, and the model takes text only")
+            prompt = vllm_compat.image_prompt(self._engine, token_ids, images=images, spans=image_spans)
+        self._engine.add_request(sequence_id, prompt, sampling, priority=priority)
 
     def add_scored(self, sequence_id: str, token_ids: Sequence[int]) -> None:
         """See `Engine.add_scored`. Such requests never read the prefix cache."""

@@ -30,9 +30,10 @@ from s2rl.trainer.parts import LearnerHandle
 from s2rl.trainer.pool import RolloutPool
 from s2rl.trainer.queue import SampleQueue
 from s2rl.trainer.rollouts import Grader, TrainingRollouts
+from s2rl.trainer.sampling import eval_sampling
 from s2rl.trainer.syncing import SyncOutcome, WeightSync
 from s2rl.trainer.waiting import Progress
-from s2rl.types import Encoded, Prompt, RolloutGroup, RowLayout, Sample, SamplingSpec, StepResult
+from s2rl.types import Encoded, Prompt, RolloutGroup, RowLayout, Sample, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -434,29 +435,3 @@ class TrainingLoop:
                     "queue/dropped": counts.dropped,
                 }
             )
-
-
-def train_sampling(config: RunConfig) -> SamplingSpec:
-    """Sampling parameters of training rollouts."""
-    sampling = config.rollout.sampling
-    return SamplingSpec(
-        temperature=sampling.temperature,
-        max_new_tokens=sampling.max_new_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        banned_token_ids=sampling.banned_token_ids,
-    )
-
-
-def eval_sampling(config: RunConfig) -> SamplingSpec:
-    """Sampling parameters of held-out evaluation; stop conditions are those of training."""
-    sampling, train = config.eval.sampling, config.rollout.sampling
-    return SamplingSpec(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_new_tokens=sampling.max_new_tokens or train.max_new_tokens,
-        stop=train.stop,
-        stop_token_ids=train.stop_token_ids,
-        banned_token_ids=train.banned_token_ids,
-    )

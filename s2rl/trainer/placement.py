@@ -11,6 +11,7 @@ from s2rl.cluster import Actor, ActorDied, Cluster
 from s2rl.config.schema import RunConfig
 from s2rl.device import device_spec
 from s2rl.errors import LearnerDied, StalledError, WorkerDied
+from s2rl.trainer.sampling import banned_token_ids
 from s2rl.types import (
     FloatArray,
     GroupRequest,
@@ -273,6 +274,7 @@ class RayPlacement:
                     learner=config.learner,
                     algorithm=config.algorithm,
                     temperature=config.rollout.sampling.temperature,
+                    banned_token_ids=banned_token_ids(config),
                     rollout_dtype=config.rollout.dtype,
                     total_steps=config.steps * config.algorithm.updates_per_batch,
                     seed=config.seed,

@@ -26,12 +26,13 @@ from s2rl.rewards.plan import RewardPlan
 from s2rl.rewards.pool import GradingPool, check_functions
 from s2rl.trainer.checkpointing import Checkpointer, restore_state
 from s2rl.trainer.contract import check_facts, check_logprobs
-from s2rl.trainer.loop import LoopState, TrainingLoop, train_sampling
+from s2rl.trainer.loop import LoopState, TrainingLoop
 from s2rl.trainer.parts import LearnerHandle, WorkerHandle
 from s2rl.trainer.placement import RayPlacement
 from s2rl.trainer.pool import RolloutPool, close_quietly
 from s2rl.trainer.queue import SampleQueue
 from s2rl.trainer.rollouts import TrainingRollouts
+from s2rl.trainer.sampling import train_sampling
 from s2rl.trainer.syncing import WeightSync
 from s2rl.trainer.waiting import Progress, within
 from s2rl.types import Encoded, TokenizerFacts

@@ -107,6 +107,18 @@ def test_groups_come_back_bit_for_bit(outstanding: list[Outstanding], tmp_path: 
         assert group is None or group.encoded is encoded
 
 
+def test_images_and_their_spans_come_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    text = Encoded(prompt=Prompt(prompt_id="0-0", row=0, epoch=0, text="x", answer="y"), token_ids=(1, 2))
+    images = tuple(rng.integers(0, 256, (32, 32 * n, 3), dtype=np.uint8) for n in (1, 3))
+    seeing = dataclasses.replace(text, token_ids=(1, 9, 2, 9, 9, 9), images=images, image_spans=((1, 1), (3, 3)))
+    save_groups(tmp_path, [(text, None), (seeing, None)])
+    (plain_text, _), (back, _) = load_groups(tmp_path)
+    assert plain_text.images == ()
+    assert back.image_spans == seeing.image_spans
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(back.images, images, strict=True))
+
+
 def test_unusual_floats_and_numpy_scores_survive(tmp_path: Path) -> None:
     prompt = Prompt(prompt_id="0-1", row=1, epoch=0, text="x", answer="y")
     encoded = Encoded(prompt=prompt, token_ids=(1, 2))

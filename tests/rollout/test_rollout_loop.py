@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,9 @@ class FakeEngine:
         self.in_step = threading.Event()
         self.give_up: set[str] = set()
 
-    def add(self, sequence_id: str, token_ids: Sequence[int], params: SequenceParams, *, priority: int) -> None:
+    def add(
+        self, sequence_id: str, token_ids: Sequence[int], params: SequenceParams, *, priority: int, **_: Any
+    ) -> None:
         if token_ids[0] == 13:
             raise ValueError("thirteen is refused by the engine")
         self.log.append(("add", sequence_id, params, priority))

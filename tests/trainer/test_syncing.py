@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,9 @@ class Learner:
             raise error
         return PublishReport(version=version, num_bytes=4, seconds=0.0, fingerprints={"w": 1})
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Any = None, as_sampled: bool = False
+    ) -> list[np.ndarray]:
         return [np.zeros(len(s) - 1, dtype=np.float32) for s in sequences]
 
 
