@@ -44,6 +44,7 @@ OWN_ENGINE_ARGS = {
     "data_parallel_size": "rollout.workers",
     "pipeline_parallel_size": None,
     "skip_tokenizer_init": None,
+    "mm_processor_cache_gb": None,
 }
 """vLLM engine arguments that s2rl sets, and the key that decides each (None: no choice is left)."""
 

@@ -90,6 +90,9 @@ def engine_args(
         # vLLM's image processing insists on a tokenizer; it still gets token ids. Its profile of a video is not needed.
         args |= {"skip_tokenizer_init": False, "tokenizer": str(model.tokenizer or model.path)}
         args["limit_mm_per_prompt"] = {"video": 0}
+        # A cache of processed images in two halves. They drift apart when a prompt is refused in between (0.32), or are
+        # not both emptied (before vLLM #43001): the engine then ends with the next prompt that has the same image.
+        args["mm_processor_cache_gb"] = 0
     if device == "cpu":
         args["block_size"] = config.block_size or 32
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gb * 2**30)

@@ -70,6 +70,7 @@ class VllmEngine:
             raise RunError(f"the engine runs {torch.get_num_threads()} threads; rollout.threads is {config.threads}")
         self._engine.collective_rpc("s2rl_die_with", args=(os.getpid(),))
         model_config = self._engine.vllm_config.model_config
+        self._image_group: tuple[Sequence[ImageArray], Any] | None = None
         self._is_multimodal = bool(model_config.is_multimodal_model)
         self.limits = EngineLimits(
             vocab_size=int(model_config.get_vocab_size()),
@@ -108,8 +109,17 @@ class VllmEngine:
         if len(images):
             if not self._is_multimodal:
                 raise ValueError("the prompt has images, and the model takes text only")
-            prompt = vllm_compat.image_prompt(self._engine, token_ids, images=images, spans=image_spans)
+            prompt = self._image_prompt(token_ids, images, image_spans)
         self._engine.add_request(sequence_id, prompt, sampling, priority=priority)
+
+    def _image_prompt(
+        self, token_ids: Sequence[int], images: Sequence[ImageArray], spans: Sequence[tuple[int, int]]
+    ) -> Any:
+        """The completions of a group come one after the other: its images are processed once."""
+        if self._image_group is None or self._image_group[0] is not images:
+            rendered = vllm_compat.image_prompt(self._engine, token_ids, images=images, spans=spans)
+            self._image_group = (images, rendered)
+        return dict(self._image_group[1])
 
     def add_scored(self, sequence_id: str, token_ids: Sequence[int]) -> None:
         """See `Engine.add_scored`. Such requests never read the prefix cache."""
